@@ -111,7 +111,8 @@ def rescale(rate: float) -> float:
 def check_seed(seed: Any, first_batch: Any, first_head: Any) -> None:
     """Raise ValueError if ``seed`` does not fit a signed 64-bit integer, or a first index is not in 0 .. 2^32 - 1.
 
-    ``first_batch``, ``first_head``: global index of the first local batch row and head. Arrays are not checked, only ints.
+    ``first_batch``, ``first_head``: global indices of the first local batch row and of the first local head. Arrays are not
+    checked, only ints.
     """
     if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
         raise ValueError(f"dropout_seed must fit in 64 bits with a sign, got {seed}: take it modulo 2**63")
@@ -130,7 +131,8 @@ def keep_mask(seed: int, rate: float, batch: int, heads: int, q_pos: Any, k_pos:
 
     Every backend must compute the mask that this reference returns.
 
-    ``q_pos`` [queries] and ``k_pos`` [keys] are global positions; ``offset`` is the global index of the first batch row and head.
+    ``q_pos`` [queries] and ``k_pos`` [keys] are global positions; ``offset`` holds the global indices of the first batch row and
+    of the first head.
     """
     import numpy as np
 

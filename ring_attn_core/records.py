@@ -10,7 +10,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 HASH = "_hash"
 MOST_KNOWN = 1024
-"""Largest number of entries of a cache whose keys are problems. In a balanced layout each batch makes one of up to 100 KB."""
+"""Largest number of entries of a cache indexed by ``Problem``. In a balanced layout each batch adds an entry of up to 100 KB."""
 
 
 def remembered(make: Callable[P, T]) -> Callable[P, T]:

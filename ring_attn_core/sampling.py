@@ -87,7 +87,8 @@ class Sampling:
     def _check_effects(self) -> None:
         """Raise ValueError if ``top_k`` or ``top_p`` has no effect because the temperature is 0 (greedy decoding).
 
-        A value in a list has no effect if its request has temperature 0, a single number only if every temperature is 0.
+        A value in a list has no effect if the temperature of its request is 0. A single number has no effect if every temperature
+        is 0.
         """
         counts = {len(x) for name in PER_REQUEST if isinstance(x := getattr(self, name), tuple)}
         for i in range(*counts) if len(counts) == 1 else range(not counts):
@@ -122,7 +123,7 @@ class Sampling:
 
 
 def _held(x: Any) -> Any:
-    """Convert the value of an option to a Python number, or a list or 1-D array to a tuple of Python numbers."""
+    """Convert the value of an option: a number to a Python number, a list or 1-D array to a tuple of Python numbers."""
     if not isinstance(x, list | tuple) and getattr(x, "ndim", 0) == 1:
         x = x.tolist()
     return tuple(map(as_number, x)) if isinstance(x, list | tuple) else as_number(x)

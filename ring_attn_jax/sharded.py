@@ -216,12 +216,19 @@ def program(on_shards: Any, where: ShardedAxes, specs: dict[str, PartitionSpec],
 
 
 def _first(axes: str | tuple[str, ...] | None, local: int) -> jax.Array:
-    """Return the global index of this shard's first row or head. ``axes``: its mesh axes; ``local``: rows or heads per shard."""
+    """Return the global index of this shard's first row or head.
+
+    ``axes``: the mesh axes over which rows or heads are sharded. ``local``: number of rows or heads per shard.
+    """
     return lax.axis_index(axes).astype(jnp.uint32) * local if axes else jnp.uint32(0)
 
 
 def _check_intervals(arrays: Arrays, queries: int, keys: int, options: Options, where: ShardedAxes) -> None:
-    """Raise ValueError if an extent or key extent is invalid. Skip arrays that this host cannot read, such as traced ones."""
+    """Raise ValueError if an extent or key extent is invalid. Skip arrays that this host cannot read, such as traced ones.
+
+    With the strategy "direct" in a balanced layout, also raise it if a query may see a key that its rank neither holds nor
+    receives.
+    """
     lengths: Any = queries // where.ranks, keys // where.ranks, options.length, options.kv_length
 
     def shards(extents: Any) -> list[Any]:

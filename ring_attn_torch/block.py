@@ -99,7 +99,10 @@ def attend_block(
 
 
 def block_state(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, options: Options, runs: tuple[Run, Run]) -> State:
-    """Compute ``attend_block`` with its arguments as records. Return a ``State``. ``runs``: the query run and the key run."""
+    """Compute ``attend_block`` from arguments packed into records. Return a ``State``: out, lse and the rounding error of lse.
+
+    ``runs``: the query run and the key run.
+    """
     q_run, k_run = runs
     counts = [q_run.start, q_run.length, k_run.start, k_run.length, q_run.stride, *options.counts]
     return from_outputs(torch.ops.ring_attn.attend_block(q, k, v, counts, OpCall(options).text, *arrays))

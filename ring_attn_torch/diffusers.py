@@ -40,7 +40,7 @@ NAME = "ring"
 """The name of the attention backend."""
 
 HIDING = -9984.0
-"""The bias from which on a key counts as masked: -10,000 in bfloat16. Its probability is 0 in float32."""
+"""A key whose bias is at most this counts as masked: -10,000 rounded to bfloat16. Its probability is 0 in float32."""
 
 __all__ = ["NAME", "ring_backend"]
 
@@ -61,15 +61,15 @@ def ring_backend(
 
     ``query``, ``key``, ``value``: this rank's shards, [batch, tokens, heads, head_dim]. In cross-attention ``key`` and ``value``
     may have another number of tokens. If every rank holds all keys instead of a shard, out is the same, but lse is larger by the
-    log of the number of ranks.
-    ``attn_mask``: the visible keys of this rank, [batch, tokens] or [batch, 1 or heads, 1, tokens], equal for all heads: bool, or
-    floats of 0 and at most -9984. A query without visible keys gets 0. ``return_lse``: return (out, lse) with lse
-    [batch, tokens, heads]. Other arguments: as in diffusers. Without a parallel config the call is diffusers' native attention on
-    one device.
+    log of the number of ranks. ``attn_mask``: the visible keys of this rank, [batch, tokens] or [batch, 1 or heads, 1, tokens],
+    equal for all heads. Bools are True for visible keys; floats are 0 for visible keys, and -9984 or less for masked keys. A
+    query without visible keys gets 0. ``return_lse``: return (out, lse) with lse [batch, tokens, heads]. Other arguments: as in
+    diffusers. Without a parallel config the call is diffusers' native attention on one device.
 
     With a parallel config raise ValueError if the call is causal or has dropout, or if ``ulysses_degree`` does not divide the
     heads. Raise it too if the mask differs between queries or heads, or holds integers, or floats above -9984 other than 0. All
-    ranks raise it in their first call with these shapes, or if shards may be unequal (``ring_anything``, ``ulysses_anything``).
+    ranks raise the error in the first call with these shapes, and in every call if shards may be unequal (``ring_anything``,
+    ``ulysses_anything``).
     """
     if _parallel_config is None or _parallel_config.context_parallel_config is None:
         native: Any = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName.NATIVE]

@@ -65,10 +65,10 @@ class RingInnerAttention(ScaledDotProductAttention):
         """The config of a RingInnerAttention.
 
         ``window_size``: the numbers of tokens that a query sees before and after itself, as in VarlenAttention; -1 is unlimited.
-        In a causal model the number after is 0: with any other number a token would see later tokens.
-        ``layout``: the layout of the shards, for calls without documents: "zigzag" if the load balancer is "headtail",
-        "contiguous" if it is None, or "striped". ``softcap``, ``strategy``: as in ring_attention. Building the module raises
-        ValueError if the window is not two integers of at least -1, or if the layout is unknown.
+        In a causal model the number after is 0: with any other number a token would see later tokens. ``layout``: the layout of
+        the shards, for calls without documents. Pass "zigzag" if the load balancer is "headtail", and "contiguous" if it is None;
+        a training loop of your own may also use "striped". ``softcap``, ``strategy``: as in ring_attention. Building the module
+        raises ValueError if the window is not two integers of at least -1, or if the layout is unknown.
         """
 
         window_size: tuple[int, int] = (-1, 0)

@@ -51,10 +51,10 @@ def balanced_layout(
     it, by default 1. It may return more for short documents, because they fill the tiles of a kernel only in part.
 
     Neighbouring short documents are assigned as one if together they have at most as many tokens as a chunk. A chunk is an eighth
-    of a shard, but at least 512 tokens (or a whole shard, if that is shorter) and at most 2,048. From some 2,000 tokens per rank
-    on, the costs of the ranks are equal within 1 % if ``pair_cost`` is given. Without it they are equal only within 3 %, on
-    purpose. A part of a document takes time beyond its pairs, because the tiles at its ends are partly masked. So a rank with
-    more parts, or later parts, gets fewer pairs. With fewer tokens per rank the costs may differ by more than 10 %.
+    of a shard, but at least 512 tokens (or a whole shard, if that is shorter) and at most 2,048. With about 2,000 tokens per rank
+    or more, the costs of the ranks are equal within 1 % if ``pair_cost`` is given. Without ``pair_cost`` they are equal only
+    within 3 %, on purpose: a part of a document takes time beyond its pairs, because the tiles at its ends are partly masked, so
+    a rank with more parts, or later parts, gets fewer pairs. With fewer tokens per rank the costs may differ by more than 10 %.
 
     The result depends on the arguments alone, so each rank can compute it. On a CPU it takes milliseconds for dozens of
     documents, and longer for thousands. Raise ValueError if ``ranks``, ``seq_local``, a length, a mask or a cost is invalid, or
@@ -131,6 +131,9 @@ def work_of(packed: PackedDocuments, rank: tuple[Run, ...]) -> RankWork:
 
 
 def _later_cost_more(masks: tuple[tuple[Band, float], ...]) -> bool:
-    """Return whether, over all masks, a long document's last query costs at least as much as its first, as ``deal`` needs."""
+    """Return whether the last query of a long document costs at least as much as its first, if the costs of all masks are added.
+
+    ``deal`` needs later queries to cost more; if they cost less, ``balanced_layout`` gives it the positions in reverse order.
+    """
     side = lambda lag: float(2**40) if lag is None else lag
     return sum(cost * (side(mask.hi) - side(None if mask.lo is None else -mask.lo)) for mask, cost in masks) >= 0

@@ -83,7 +83,7 @@ class BalancedLayout:
         return tuple(run for run in kept if run.length)
 
     def joined(self, shards: int) -> BalancedLayout:
-        """Return the layout with each group of ``shards`` consecutive ranks as one rank, its tokens in order of position.
+        """Return a layout in which each group of ``shards`` consecutive ranks is one rank, with its tokens in order of position.
 
         The result has no ``documents``.
         """

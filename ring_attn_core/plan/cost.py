@@ -25,7 +25,7 @@ GATHERED, EXCHANGED = 1.12, 1.50
 ("ulysses"): measured on two H200s."""
 
 EXCHANGE = 6
-"""Number of PyTorch launches that reorder arrays before an exchange of heads, and again after it. Each takes time on the host."""
+"""Number of PyTorch launches that reorder arrays before an exchange of heads; as many follow it. Each takes time on the host."""
 
 
 def seconds(name: str, load: Load, machine: Machine, group: int = 0) -> Seconds:
@@ -164,9 +164,10 @@ def _ulysses(run: Pass, group: int) -> None:
 
 
 def _group_pairs(run: Pass, shift: int, group: int) -> int:
-    """Return the number of visible (query, key) pairs of a group's queries and the keys of the group ``shift`` ranks before it.
+    """Return the largest number of visible (query, key) pairs that a group has with the group ``shift`` ranks before it.
 
-    This is the maximum over the groups that contain a rank of ``load.sample``.
+    The queries are those of the group, and the keys those of the group before it. Only groups that contain a rank of
+    ``load.sample`` are considered.
     """
     load, plan = run.load, run.load.plan
     if group == plan.ranks:
@@ -177,7 +178,7 @@ def _group_pairs(run: Pass, shift: int, group: int) -> int:
 
 
 def _two_level(run: Pass, group: int) -> None:
-    """Schedule the strategy "two_level": run an inner ring in each host while the keys of this ring also cross to the next host.
+    """Schedule the strategy "two_level": during an inner ring in each host, the keys of this ring also cross to the next host.
 
     In the backward, the gradients that the previous inner ring has summed cross to the next host at the same time.
     """
@@ -220,8 +221,8 @@ def _peers(name: str, run: Pass, group: int) -> None:
 
     The copy of a shard starts up to ``AHEAD[name]`` steps before the step that uses the shard.
 
-    In the backward, the copy engine also sends each step's gradients to the owner of the step's keys. The owner adds them to its
-    own sum after its next step.
+    In the backward, the copy engine also sends each step's gradients to the owner of the step's keys. The owner adds the
+    gradients that it has received to its own sum one step later.
     """
     line, load, ahead = run.line, run.load, AHEAD[name]
     line.host_step = getattr(run.machine, f"host_{name}_{'backward' if run.backward else 'forward'}")
@@ -258,4 +259,4 @@ SCHEDULES = {
     "pull": partial(_peers, "pull"),
     "push": partial(_peers, "push"),
 }
-"""The schedule of each strategy."""
+"""For each strategy, the function that adds its launches and transfers to the timeline of a pass. Arguments: (pass, group)."""

@@ -14,26 +14,32 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 LEAST_CHUNK, MOST_CHUNK = 512, 2048
-"""Bounds, in tokens, of the largest chunk: neighbouring short documents that are one item, so that ranks get fewer runs."""
+"""Bounds of the size of a chunk, in tokens. Neighbouring short documents that fit into a chunk are one item (``joined``).
+
+Fewer items give the ranks fewer runs.
+"""
 
 SNAP = 64
 """Largest distance, in tokens, by which a cut inside an item may move to the edge of a document."""
 
 MOST_WHOLE = 4
-"""``_Remaining.costly`` also tries to give a rank exactly the last 1, 2, ... or MOST_WHOLE items, which then stay whole."""
+"""``_Remaining.costly`` also tries to cut directly before the last 1, 2, ... or MOST_WHOLE items, which then stay whole."""
 
 SLACK = 0.004
 """A cut may move only if the rank's cost then deviates from an equal share by at most this fraction of the share."""
 
 AS_QUERIES = 300
-"""The cost of a run besides its queries. The unit is the cost of the run's first query.
+"""The cost of a run in addition to the cost of its queries, as a multiple of the cost of its first query.
 
 A run has this cost because tiles at its ends are visible in part only. The times of 60 ranks on an H200
 (documents-direct-ring-h200.json) fit 250 queries in the backward, 470 in the forward, and 297 in both.
 """
 
 MOST_UNEQUAL = 0.025
-"""A rank with costlier runs gets fewer pairs. Their number differs from an equal share by at most this fraction of it."""
+"""The largest deviation of a rank's pairs from an equal share, as a fraction of the share.
+
+A rank gets fewer pairs if its runs cost more than the mean of the ranks (``AS_QUERIES``), and more pairs if they cost less.
+"""
 
 
 class _Item(NamedTuple):
@@ -80,11 +86,10 @@ class _Remaining:
         return self.costs[index] + self.cost_before(self.items[index].start + offset) - self.items[index].before
 
     def costly(self, local: int, share: float) -> int:
-        """Return how many of a rank's ``local`` tokens to take from the last, costliest items; the first items give the others.
+        """Return how many of a rank's ``local`` tokens to take from the costly end; the other tokens come from the cheap end.
 
-        Items are sorted by the mean cost of a query. Bisection finds the number for which the cost of the rank is ``share``. A
-        number that cuts fewer items is preferred if the cost of the rank then deviates from ``share`` by at most
-        ``SLACK * share``.
+        Bisection finds the number for which the cost of the rank is ``share``. Another number, which cuts fewer items, is
+        preferred if the cost of the rank then deviates from ``share`` by at most ``SLACK * share``.
         """
         total = self.tokens[-1]
         excess = lambda x: self.cost_of_first(local - x) + self.costs[-1] - self.cost_of_first(total - x) - share

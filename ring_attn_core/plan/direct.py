@@ -23,8 +23,8 @@ from .ring import RingPlan
 class Slice(NamedTuple):
     """One slice of each owner's shard, sent at one shift: ``lengths[owner]`` tokens from index ``firsts[owner]`` on.
 
-    A slice of length 0 is not sent. ``end``: an index in the shard, above all tokens of the owners' slices; the next slices of
-    the same shift begin there or later.
+    A slice of length 0 is not sent. ``end``: an index in the shard. On every owner this slice ends there or before, and the next
+    slice of the same shift begins there or after.
     """
 
     firsts: tuple[int, ...]
@@ -32,9 +32,9 @@ class Slice(NamedTuple):
     end: int
 
     def tokens(self, owner: int, even: bool = False) -> int:
-        """Return the number of tokens that ``owner`` sends.
+        """Return the number of tokens of this slice that ``owner`` sends.
 
-        With ``even``, every nonempty slice is sent with the length of the longest slice, so that sizes are static.
+        With ``even``, an owner whose slice is not empty sends ``longest`` tokens, so that array sizes are static, as in JAX.
         """
         return self.longest if even and self.lengths[owner] else self.lengths[owner]
 
@@ -45,7 +45,10 @@ class Slice(NamedTuple):
 
     @property
     def even_firsts(self) -> tuple[int, ...]:
-        """Return the first index of each owner's slice if it is extended to ``longest`` tokens, but not beyond ``end``."""
+        """Return the first index of each owner's slice after the slice is extended to ``longest`` tokens.
+
+        A slice is extended at its end, but not beyond ``end``; tokens that are still lacking are added at its beginning.
+        """
         return tuple(min(first, self.end - self.longest) for first in self.firsts)
 
     def meets(self, after: Slice) -> bool:

@@ -107,8 +107,8 @@ class PackedDocuments:
     def seen(self, runs: Iterable[Run]) -> list[tuple[int, int]]:
         """Return the keys that queries of ``runs`` see, as disjoint intervals (first, end) of positions, sorted.
 
-        In each document, a run counts as seeing all keys from the first key of its first query to the last key of its last query.
-        If the stride of the run is not 1, these may include keys that no query sees.
+        In each document, a run counts as seeing all keys from the first key that its first query sees to the last key that its
+        last query sees. If the stride of the run is not 1, these may include keys that no query sees.
         """
         found = []
         for run in runs:

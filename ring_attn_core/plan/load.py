@@ -132,7 +132,7 @@ class Load:
         return total
 
     def operations(self, pairs: float) -> tuple[float, float]:
-        """Return the floating-point operations, as (forward, backward), in all batch rows and heads.
+        """Return the floating-point operations (forward, backward) on ``pairs`` pairs, summed over all batch rows and heads.
 
         ``pairs``: (query, key) pairs under the mask in one batch row and head. The fraction ``share`` of them is visible.
         """

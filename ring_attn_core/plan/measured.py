@@ -40,9 +40,9 @@ def path_of(framework: str, device: str) -> Path:
 
 
 def check_folder() -> None:
-    """Make the folder of the records, and write and delete a file in it. Raise ValueError if that fails.
+    """Make the folder of the records, and write and delete a file in it, to find errors before a long measurement.
 
-    Raise RuntimeError if the user has no home folder.
+    Raise ValueError if that fails, or RuntimeError if the user has no home folder.
     """
     folder = path_of("", "").parent
     part = folder / f".{os.getpid()}"
@@ -75,7 +75,7 @@ def _unwritable(path: Path, error: OSError) -> ValueError:
 
 
 def stored(framework: str, device: str) -> Machine | None:
-    """Return the record of a kind of device, or None if its file does not exist.
+    """Return the record of a kind of device, or None if its file does not exist or the user has no home folder.
 
     Raise ValueError, naming the file, if the file cannot be read or is damaged.
     """

@@ -30,7 +30,7 @@ from .ring import RingPlan, Runs
 Intervals = tuple[tuple[int, int], ...]
 
 PARTS = 8
-"""A number of keys is padded to a multiple of 1 / ``PARTS`` of a rank's tokens, so that few array sizes occur."""
+"""Numbers of keys are rounded up to multiples of a rank's tokens / ``PARTS``, so that few array sizes occur."""
 
 
 class Stretch(NamedTuple):

@@ -10,7 +10,7 @@ from .machine import Machine
 from .timeline import Timeline
 
 EXTENTS = 3.9
-"""With extents, the time of a backward step without its matrix products is multiplied by this factor: measured on two H200s."""
+"""Factor that multiplies a backward step's time, its matrix products excluded, if the call has extents: measured on two H200s."""
 
 
 class Work(NamedTuple):
@@ -51,7 +51,7 @@ class Pass:
         return self.of_shifts(dict.fromkeys(self.load.sample, shift))
 
     def of_shifts(self, shifts: dict[int, int]) -> Work:
-        """Return the maximum of each field of ``Work`` over the ranks in ``shifts``, if each rank is at a shift of its own.
+        """Return the maximum of each field of ``Work`` over the ranks in ``shifts``, each of which is at its own shift.
 
         ``shifts``: a mapping from each rank to its shift. At shift s, ``rank`` works on the keys of ``rank - s``.
         """

@@ -177,7 +177,10 @@ class RingPlan:
 
     @property
     def band_of_one_run(self) -> Band | None:
-        """Return ``band`` if the layout is balanced, else None. ``attend/one_run.py`` then makes a shard one run for kernels."""
+        """Return ``band`` if the layout is balanced, else None.
+
+        If it is not None, ``attend/one_run.py`` converts each step so that the kernels get shards of one run.
+        """
         return self.band if isinstance(self.layout, BalancedLayout) else None
 
     def rows(self, rank: int, shift: int) -> Rows:
@@ -245,7 +248,7 @@ class RingPlan:
 
     @cached_property
     def by_counter(self) -> bool:
-        """Return whether the positions of each run have stride 1 and start at a multiple of SPAN.
+        """Return whether the positions of each run have stride 1 and start at a multiple of ``dropout.SPAN``, which is 16.
 
         Then one GPU thread holds all 8 probabilities that share a Philox counter, and calls Philox once (``dropout.py``).
         """

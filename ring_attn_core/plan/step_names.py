@@ -11,12 +11,15 @@ UNITS = "bytes", "KiB", "MiB", "GiB"
 
 
 def step_name(plan: RingPlan, number: int, shift: int, size: int, rank: int | None = None) -> str:
-    """Return the name of a step: its number, from 1, the bytes of its keys, and the rank that the keys come from.
+    """Return the name of a step, such as "ring step 2 of 4, 32 MiB from rank 3".
 
-    ``shift``: how many ranks the keys have travelled. ``size``: bytes of the step's keys and of the arrays that travel with them.
-    For a DirectPlan ``size`` counts whole shards, but the name states the bytes of the slices that travel. ``rank``: this rank,
-    or None if it is traced. If ``rank`` is None, the name states the distance to the keys' owner instead of the owner; then for a
-    TwoLevelPlan ``shift`` must be ``outer * host_ranks + inner``.
+    The name states the number of the step, and the bytes and the owner of its keys. ``number``: counted from 1. ``shift``: number
+    of ranks that the keys have travelled. ``size``: bytes of the step's keys and of the arrays that travel with them. For a
+    DirectPlan ``size`` counts whole shards, but the name states the bytes of the slices that travel. ``rank``: this rank, or None
+    if it is traced.
+
+    If ``rank`` is None, the name states the distance to the owner of the keys instead of the owner. For a TwoLevelPlan ``shift``
+    must then be ``outer * host_ranks + inner``.
     """
     steps = place_name(plan, number)
     if isinstance(plan, NeededPlan) and plan.exchanges:

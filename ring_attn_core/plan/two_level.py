@@ -5,9 +5,9 @@
     |          ^             then they go from rank 2 to 3 (inner ring of host 1)
     +----------+
 
-The *place* of a rank is its index within its host. Keys that start at place ``p`` of host ``h``, cross ``outer`` hosts and move
-on by ``inner`` ranks inside a host are then at place ``(p + inner) % n`` of host ``(h + outer) % hosts``. A shard crosses to each
-host at most once, during the steps of an inner ring (double ring: LoongTrain, arXiv:2406.18485).
+The *place* of a rank is its index within its host. Let keys start at place ``p`` of host ``h``, cross ``outer`` hosts, and move
+on by ``inner`` ranks inside a host. They are then at place ``(p + inner) % n`` of host ``(h + outer) % hosts``. A shard crosses
+to each host at most once, during the steps of an inner ring (double ring: LoongTrain, arXiv:2406.18485).
 """
 
 from __future__ import annotations

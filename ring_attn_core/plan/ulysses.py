@@ -34,8 +34,9 @@ class HeadSplit(NamedTuple):
     """The split of ``heads`` query heads and ``kv_heads`` key heads among the ``ranks`` ranks of a Ulysses group.
 
     Rank i of the group computes the ``heads / ranks`` query heads from ``i * heads / ranks`` on, and receives the key heads that
-    these read. On all ranks, each received copy of a key head serves the same number of query heads: the greatest common divisor
-    of ``heads / kv_heads`` and ``heads / ranks``. If more of a rank's query heads read a key head, the rank gets several copies.
+    these query heads read. On all ranks, each received copy of a key head serves the same number of query heads: the greatest
+    common divisor of ``heads / kv_heads`` and ``heads / ranks``. If more of a rank's query heads than that read a key head, the
+    rank gets several copies of this key head.
 
     Example: 6 query heads, 3 key heads, 2 ranks. Query heads 0, 1 read key head 0, and so on. Rank 0 computes query heads 0, 1, 2
     and receives key heads 0, 0, 1; rank 1 computes 3, 4, 5 and receives 1, 2, 2. ``k_local`` is 3 and ``copies`` is 2.

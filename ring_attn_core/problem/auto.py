@@ -57,11 +57,12 @@ class Choice(NamedTuple):
 def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Choice:
     """Choose the strategy that "auto" takes for a call of the sizes ``load``.
 
-    The choice is "ring" if no keys travel, or if no times can be predicted (``_unpredictable``). Otherwise it is the candidate
-    with the least predicted time, within the limits ROOM (extra memory) and GAIN, JOINED_GAIN and MARGIN (least speedup).
+    The choice is "ring" if no keys travel. Otherwise it is the candidate with the least predicted time, within the limits ROOM
+    (extra memory) and GAIN, JOINED_GAIN and MARGIN (least speedup).
 
     In a balanced layout the candidates are "ring" and "direct", the latter only if ``load.needed`` is set and
-    ``load.needed_share`` is at most HALF. If both conditions hold and no times can be predicted, the choice is "direct".
+    ``load.needed_share`` is at most HALF. If no times can be predicted (``_unpredictable``), the choice is "direct" if a balanced
+    layout has this candidate, else "ring".
 
     ``machine``: the measured speed of the machine, None if not measured. ``backend``: the option of the call. ``device``: kind of
     the device.

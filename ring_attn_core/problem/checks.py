@@ -231,7 +231,7 @@ def check_number(name: str, x: Any) -> None:
 def check_pairs(a: Any, b: Any, is_array: Callable[[Any], bool], expected: str) -> list[tuple[Any, Any]]:
     """Return the list of pairs (out, lse) passed to ``merge``: the pairs ``a`` and ``b``, or the list ``a`` if ``b`` is None.
 
-    Raise ValueError if an element is not a pair of arrays, or if the shapes are not those of the same queries up to broadcasting.
+    Raise ValueError if an element is not a pair of arrays, or if the shapes do not fit together; a size of 1 broadcasts.
     ``is_array``: a test for the package's array type. ``expected``: the name of this type, for the message.
     """
     pairs, taken = [a, b] if b is not None else a, "merge takes two pairs (out, lse), or a list of them"
@@ -260,7 +260,10 @@ def _check_pair(taken: str, pair: Any, is_array: Callable[[Any], bool], expected
 
 
 def check_own_pair(pair: Any, is_array: Callable[[Any], bool], expected: str) -> None:
-    """Raise ValueError if ``pair`` is not out [..., v_dim] and lse [...] of floating dtypes of at least two bytes."""
+    """Raise ValueError if ``pair``, which a rank passes to ``merge_ring``, is not (out [..., v_dim], lse [...]).
+
+    Both arrays must have floating dtypes of at least two bytes.
+    """
     _check_pair("merge_ring takes a pair (out, lse)", pair, is_array, expected)
     out, lse = pair
     if not out.shape or tuple(out.shape[:-1]) != tuple(lse.shape):

@@ -27,10 +27,10 @@ SCALES = "k_scale", "v_scale"
 class Decode:
     """One call of ``tree_attention_decode`` on one rank: its options, and the shapes and dtypes of its arrays. Hashable.
 
-    Shapes: q ``[batch, queries, heads, head_dim]``, the same on every rank, k ``[batch, slots, kv_heads, head_dim]`` and v
-    ``[batch, slots, kv_heads, v_dim]``, this rank's part of the cache. ``dtypes``: names of the dtypes of q, k and v. ``arrays``:
-    the optional arrays of the call. ``capability``: compute capability of the NVIDIA GPU, such as 90, or 0 without a GPU.
-    ``multiprocessors``: number of the GPU's multiprocessors.
+    ``q_shape``: ``[batch, queries, heads, head_dim]``, the same on every rank. ``k_shape``, ``v_shape``: of this rank's part of
+    the cache, ``[batch, slots, kv_heads, head_dim]`` and ``[batch, slots, kv_heads, v_dim]``. ``dtypes``: names of the dtypes of
+    q, k and v. ``arrays``: the optional arrays of the call. ``capability``: compute capability of the NVIDIA GPU, such as 90, or
+    0 without a GPU. ``multiprocessors``: number of the GPU's multiprocessors.
     """
 
     q_shape: tuple[int, ...]

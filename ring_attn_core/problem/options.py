@@ -92,7 +92,7 @@ class Options:
 
     @property
     def text(self) -> str:
-        """Return all options except ``counts`` as text, which a PyTorch op can take; its schema cannot hold records.
+        """Return all options except ``counts`` as text, because the schema of a PyTorch op can hold text, but no records.
 
         ``read`` makes an equal record from ``text`` and ``counts``. torch.compile must be able to trace each line of this code.
         """

@@ -30,9 +30,9 @@ class DecodeFeatures(NamedTuple):
 def exact(q: Array, k: Array, v: Array, q_positions: Array, k_positions: Array, **features: Any) -> tuple[Array, Array]:
     """Return (out, lse) over the global cache in float64, or in ``np.longdouble`` if q is float64.
 
-    Shapes: q [b n h d], k [b t g d], v [b t g e], out [b n h e], lse [b n h], with b batch, n queries, t slots, h/g query/kv
-    heads, d/e head dim of q and k / of v. ``q_positions`` [b n], ``k_positions`` [b t]: positions in the sequence, negative for
-    an empty slot. ``features``: see DecodeFeatures. Slots that no query sees have no effect.
+    Shapes: q [b n h d], k [b t g d], v [b t g e], out [b n h e], lse [b n h], with b batch rows, n queries, t slots, h query
+    heads, g kv heads, head dim d of q and k, and head dim e of v. ``q_positions`` [b n], ``k_positions`` [b t]: positions in the
+    sequence, negative for an empty slot. ``features``: see DecodeFeatures. Slots that no query sees have no effect.
     """
     working = np.longdouble if q.dtype.itemsize >= 8 else np.float64
     return _attention((q, k, v), (q_positions, k_positions), DecodeFeatures(**features), working, lambda x: x)
@@ -53,8 +53,8 @@ def visible(q_positions: Array, k_positions: Array, tree_mask: Array | None, win
     """Return two arrays [batch, queries, slots]: whether the query sees the slot (bool), and the lag between them (int).
 
     The lag is the position of the query minus the position of the key. With ``tree_mask``, bool [batch, queries, queries], the
-    queries are the nodes of a tree, and ``q_positions`` are consecutive. For lags, the position of a node is instead the position
-    of node 0 plus the number of ancestors of the node (the other nodes that the node sees).
+    queries are the nodes of a tree, and ``q_positions`` are consecutive. For the lag, a node is at the position of node 0 plus
+    the depth of the node: the number of other nodes that the node sees.
     """
     i, j = (x.astype(np.int64) for x in (q_positions[:, :, None], k_positions[:, None, :]))
     if tree_mask is None:

@@ -35,9 +35,9 @@ class DilatedFeatures(NamedTuple):
 def exact(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedFeatures) -> Attention:
     """Return dilated attention of global arrays and its gradients in float64, or in ``np.longdouble`` if q is float64.
 
-    Shapes: q [b s h d], k [b s g d], v [b s g e], dout [b s h e], dlse [b s h], with b batch, s tokens, h/g query/kv heads, d/e
-    head dim of q and k / of v. Query head h reads kv head h // (heads / kv_heads). A query that sees no key in any pattern has
-    out 0, lse -inf and gradient 0.
+    Shapes: q [b s h d], k [b s g d], v [b s g e], dout [b s h e], dlse [b s h], with b batch rows, s tokens, h query heads, g kv
+    heads, head dim d of q and k, and head dim e of v. Query head h reads kv head h // (heads / kv_heads). A query that sees no
+    key in any pattern has out 0, lse -inf and gradient 0.
     """
     working = np.longdouble if q.dtype.itemsize >= 8 else np.float64
     at_once = lambda counts: counts.sum(0, keepdims=True)
@@ -79,8 +79,9 @@ def _attention(
     """Compute dilated attention and its gradients.
 
     ``rounded``: a function that rounds an array to the precision of the inputs. ``apart``: a function that maps the result of
-    ``patterns`` to counts [softmaxes, heads, queries, keys]. It either sums over patterns, for a single softmax that counts a key
-    once per pattern, or changes nothing, for one softmax per pattern. The outs of softmaxes are weighted by their denominators.
+    ``patterns`` to counts [softmaxes, heads, queries, keys], the number of times that each softmax counts a key. ``exact`` passes
+    the sum over patterns, for a single softmax. ``plain`` passes the identity, for one softmax per pattern. The out of each
+    softmax is weighted by its denominator.
     """
     b, s, h, d = arrays[0].shape
     share = h // arrays[1].shape[2]

@@ -106,7 +106,10 @@ class Layers:
         return dx, gradients if inner.dsinks is None else gradients | {at + "sinks": inner.dsinks}
 
     def _inner(self, weights: Arrays, at: str, x: Array, dout: Array | None) -> Attention:
-        """Return attention before the output projection, with gradients for ``dout`` (None: 0). ``at``: start of weight names."""
+        """Return attention before the output projection, with its gradients.
+
+        ``dout``: the gradient of the result's ``out``; None: 0. ``at``: the prefix of the weights' names.
+        """
         q, k, v = (self._heads(self._linear(x, weights[f"{at}{name}.weight"])) for name in "qkv")
         features = self.features._replace(sinks=weights.get(at + "sinks"))._asdict()
         arguments = self._turned(q), self._turned(k), v, self.sizes.mask, np.zeros_like(q) if dout is None else dout

@@ -54,14 +54,16 @@ class Features(NamedTuple):
 def exact(q: Array, k: Array, v: Array, mask: Band, dout: Array, dlse: Array | None = None, **features: Any) -> Attention:
     """Return attention and its gradients in float64, or in ``np.longdouble`` if q is float64.
 
-    Shapes: q [b s h d], k [b t g d], v [b t g e], dout [b s h e], dlse [b s h] (None: 0), with b batch, s/t queries/keys, h/g
-    query/kv heads, d/e head dim of q and k / of v. Query head h reads kv head h // (heads / kv_heads). ``features``: fields of
-    Features.
+    Shapes: q [b s h d], k [b t g d], v [b t g e], dout [b s h e], dlse [b s h] (None: 0), with b batch rows, s queries, t keys, h
+    query heads, g kv heads, head dim d of q and k, and head dim e of v. Query head h reads kv head h // (heads / kv_heads).
+    ``features``: fields of Features. With j over the keys that query i sees:
 
-    s_ij = scale q_i . k_j, then s = softcap tanh(s / softcap), then s + slope (k_pos - q_pos), if i sees j;
-    lse_i = log(sum_j exp s_ij + exp sink); p_ij = exp(s_ij - lse_i); out_i = sum_j p_ij v_j, in which dropout sets
-    some p_ij to 0 and rescales the others. A fully masked query has out 0 and lse -inf. With sinks, its lse is the sink of the
-    head. Such a query adds nothing to the gradients of q, k and v.
+        s_ij  = scale q_i . k_j; then s_ij = softcap tanh(s_ij / softcap); then s_ij = s_ij + slope (k_pos - q_pos)
+        lse_i = log(sum_j exp s_ij + exp sink)
+        out_i = sum_j p_ij v_j with p_ij = exp(s_ij - lse_i)
+
+    Dropout sets some p_ij of out_i to 0 and rescales the others. A fully masked query has out 0 and lse -inf. With sinks, its lse
+    is the sink of the head. Such a query adds nothing to the gradients of q, k and v.
     """
     working = np.longdouble if q.dtype.itemsize >= 8 else np.float64
     return _attention(_Arrays(q, k, v, dout, dlse), mask, Features(**features), working, lambda x: x)
@@ -83,7 +85,10 @@ def visible(
     key_mask: Array | None = None,
     key_extents: Array | None = None,
 ) -> Array:
-    """Return bool [batch, queries, keys]: whether a query sees a key, both global positions. With ``mask`` alone, batch is 1."""
+    """Return bool [batch, queries, keys]: whether the query sees the key. With ``mask`` alone, batch is 1.
+
+    ``queries``, ``keys``: ranges of global positions. The other arrays are those of ``Features``.
+    """
     i, j = np.array(queries)[:, None], np.array(keys)
     seen = np.ones((1, len(queries), len(keys)), bool)
     if mask.lo is not None:

@@ -50,7 +50,7 @@ def exact_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, featur
     """Return summary attention and its gradients in float64, or in ``np.longdouble`` if q is float64.
 
     Arrays are global, in the natural order of tokens: q [b s h d], k [b s g d], v [b s g e], dout [b s h e], dlse [b s h], with b
-    batch, s tokens, h/g query/kv heads, d/e head dim of q and k / of v.
+    batch rows, s tokens, h query heads, g kv heads, head dim d of q and k, and head dim e of v.
     """
     return _attention((q, k, v, dout, dlse), features, np.longdouble if q.dtype.itemsize >= 8 else np.float64, lambda x: x)
 

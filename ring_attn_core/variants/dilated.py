@@ -9,9 +9,9 @@ stretch i. With folded batches as batch rows, a pattern is one ring attention in
     group 0 (heads 0, 2, ...)               #   #   #   #         slots 0 1 2 3
     group 1 (heads 1, 3, ...)                 #   #   #   #       slots 0 1 2 3
 
-Slot i of group t on rank R has position ``base(R) + i r + t``. If r does not divide the shard length or the index of the
-pattern's first head, ``base(R)`` lies up to r - 1 positions before the shard, and the first or last slot may hold no token of
-the rank: extents or a key mask hide it. Tokens ascend over all ranks' slots, so a query sees an interval of slots: its extent.
+Slot i of group t on rank R has position ``base(R) + i r + t``. ``base(R)`` is the shard's first position or, if r does not divide
+the shard length or the index of the pattern's first head, up to r - 1 positions before it. Then the first or last slot may hold
+no token; extents or a key mask hide it. Tokens ascend over all ranks' slots, so a query sees an interval of slots: its extent.
 
 Source: LongNet (Ding et al., arXiv:2307.02486, section 2.2). Ranks, slots and groups are ints or arrays of any framework.
 """
@@ -127,9 +127,9 @@ def _within(segment: int, dilation: int, most: int) -> tuple[int, int]:
 class HeadSelection(NamedTuple):
     """The heads of an array that a pattern uses (kept heads), and the head groups that hold them.
 
-    To find the kept heads, list the heads ``first`` to ``end`` (exclusive), each ``repeat`` times in succession. Skip ``skip`` of
-    the list, and take the next ``selected``. The head groups form ``spread`` sets, each of ``together`` consecutive groups. Every
-    group of set s has, in this order, the kept heads s, s + spread, ...: with 2 sets, the groups of set 0 have 0, 2, 4 ...
+    To find the kept heads, list the heads ``first`` to ``end`` (exclusive), each ``repeat`` times in succession. Skip ``skip``
+    entries of the list, keep the next ``selected``, and number them from 0. The head groups form ``spread`` sets of ``together``
+    consecutive groups. Each group of set s has the kept heads with the numbers s, s + ``spread``, s + 2 ``spread``, ... in order.
     """
 
     first: int
@@ -209,7 +209,7 @@ class FoldedBatches:
         """The heads of k and v that the pattern uses, and the head groups that hold them.
 
         If the pattern uses all query heads of each key head, and ``head_groups`` divides ``group_size`` or is a multiple of it, a
-        head group holds one copy of each key head that its query heads read. Otherwise it holds one copy for each query head.
+        head group holds one copy of each key head that its query heads read. Otherwise each of its query heads has its own copy.
         """
         first, end = self.first // self.group_size, -(-(self.first + self.heads) // self.group_size)
         whole = self.first % self.group_size == 0 and self.heads % self.group_size == 0
@@ -221,17 +221,17 @@ class FoldedBatches:
 
     @property
     def needs_extents(self) -> bool:
-        """True if queries need extents: ``band`` may admit slots of other segments, of padding, or outside of the mask."""
+        """True if queries need extents: ``band`` may show them slots of other segments, of padding, or outside of the mask."""
         return not (self.aligned and self.segment >= self.length and self.length % self.dilation == 0)
 
     @property
     def needs_key_mask(self) -> bool:
-        """True if an extent over several ranks may contain a slot without a token, the first or last slot of a rank."""
+        """True if an extent over several ranks may contain the first or last slot of a rank although this slot holds no token."""
         return not self.aligned and self.ranks > 1
 
     @cached_property
     def band(self) -> Band:
-        """The mask as a band over slots. If ``aligned`` is False, only causal or full: extents express the rest of the mask."""
+        """The mask as a band over slots. If not ``aligned``, it is causal() or full(); extents express the rest of the mask."""
         r, (lo, hi) = self.dilation, (self.mask.lo, self.mask.hi)
         lo, hi = None if lo is None else -(-lo // r), None if hi is None else hi // r
         if self.aligned:

@@ -174,7 +174,7 @@ class SummaryPlan:
         return RingPlan("contiguous", self.exact_options.mask, self.ranks, self.local, *lengths)
 
     def first(self, positions: Any) -> Any:
-        """Return the first exactly visible position of the queries at ``positions``, an integer or integer array."""
+        """Return the first position that each query sees exactly. ``positions``: of the queries, an int or integer array."""
         most = max(self.length, 1)  # values combined with int32 positions must fit int32
         block, window = min(self.options.block, most), min(self.options.window, most)
         return clamp(positions - window, 0, self.length) // block * block
