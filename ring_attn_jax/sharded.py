@@ -185,9 +185,10 @@ def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: Sha
 def _compiled(
     where: ShardedAxes, specs: tuple[tuple[str, PartitionSpec], ...], options: Options, return_lse: bool, mapped: bool
 ) -> Any:
-    """Return the jitted program that maps the arrays, by name, to out, or to (out, lse) if ``return_lse``.
+    """Return the jitted function that takes a dict of arrays, and returns out, or (out, lse) if ``return_lse``.
 
-    The result is cached: otherwise each call outside jit would compile a new function. ``mapped``: as in ``program``.
+    It is cached: otherwise each call outside jit would compile a new function. ``specs``: pairs of an array's name and its
+    PartitionSpec. ``mapped``: True inside a jax.vmap with spmd_axis_name.
     """
 
     def on_shards(inputs: dict[str, Any]) -> Any:

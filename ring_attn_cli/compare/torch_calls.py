@@ -37,7 +37,10 @@ def ring(call: TorchCall) -> Function:
 
 
 def vendor(call: TorchCall) -> Function:
-    """Return the call of ring_attention with a vendor's kernels. It omits lse, because these kernels do not differentiate lse."""
+    """Return the function that runs ring_attention with a vendor's kernels.
+
+    Its results have no lse, because these kernels do not differentiate lse.
+    """
     return lambda arrays: {"out": ring_attention(**arrays, **options(call), group=call.group)}
 
 

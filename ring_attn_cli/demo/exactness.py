@@ -112,7 +112,10 @@ def orders(settings: DemoSettings, framework: str) -> dict[str, Order]:
 
 
 def work(report: Report, inputs: DemoInputs, mask: Band, kv_head: int) -> None:
-    """Compute the exact and the plain attention of one key head and its query heads in this process, and report both."""
+    """Compute the attention of one key head and its query heads in this process, and report it as a ``DemoTruth``.
+
+    It is computed twice: exactly, in float64, and plainly, with the rounding of float32 on one device.
+    """
     began = time.perf_counter()
     q, k, v, dout, dlse = (np.split(x, KV_HEADS, 2)[kv_head] for x in inputs)
     exact = oracle.exact(q, k, v, mask, dout, dlse)

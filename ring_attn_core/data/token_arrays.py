@@ -79,7 +79,7 @@ def _short(error: Exception) -> str:
 
 
 def _ends(document: Document, opened: BinaryIO) -> bytes:
-    """Return the first and the last ``ENDS`` bytes of a document's tokens. An older release's digest covers only these tokens."""
+    """Return the first and the last ``ENDS`` bytes of a document's tokens. Older digests cover no other tokens."""
     size = document.tokens * int(document.dtype[-1])
     count = min(ENDS, size)
     return read_at(opened, document.offset, count) + read_at(opened, document.offset + size - count, count)

@@ -123,9 +123,10 @@ def longest_path(trees: Iterable[Tree]) -> int:
 def tree_objection(mask: Band, key_extents: bool, longest: Any, alibi: bool, of_path: bool) -> str | None:
     """Return the reason why a layer cannot attend over the key extents of a tree, or None if it can.
 
-    ``mask``: the layer's mask. On a tree :func:`causal` replaces it, so it must hide no ancestor. ``key_extents``: True if the
-    call has key extents. ``longest``: number of tokens of the longest path, None if not passed. ``alibi``: True if the layer has
-    ALiBi slopes. ``of_path``: False if the layer has a rotary embedding and the caller passed no positions to it.
+    ``mask``: the layer's mask. On a tree the layer uses :func:`causal` in its place, so a mask that hides an ancestor is a
+    reason. ``key_extents``: True if the call has key extents. ``longest``: number of tokens of the longest path, None if not
+    passed. ``alibi``: True if the layer has ALiBi slopes. ``of_path``: False if the layer has a rotary embedding and the caller
+    passed no positions.
     """
     if longest is None:
         counting = "ALiBi slopes" if alibi else "a window" if mask.hi is not None or (mask.lo or 0) > 0 else None

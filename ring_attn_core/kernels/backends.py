@@ -298,7 +298,7 @@ def _new_to_hopper(problem: Problem) -> str | None:
 
 
 def check_backend(backend: str, framework: str = "torch") -> None:
-    """Raise ValueError if the backend's name is unknown. The message lists the names that ``framework`` has."""
+    """Raise ValueError if ``backend`` is neither "auto" nor a backend of either framework. It lists those of ``framework``."""
     names = [candidate.name for candidate in BACKENDS if framework == "torch" or candidate.name not in VENDORS]
     if backend != "auto" and backend not in [candidate.name for candidate in BACKENDS]:
         raise ValueError(f'unknown backend {backend!r}: choose "auto" or one of {", ".join(names)}')

@@ -132,9 +132,10 @@ class Load:
         return total
 
     def operations(self, pairs: float) -> tuple[float, float]:
-        """Return the floating-point operations (forward, backward) on ``pairs`` pairs, summed over all batch rows and heads.
+        """Return the floating-point operations (forward, backward) of visible pairs, summed over all batch rows and heads.
 
-        ``pairs``: (query, key) pairs under the mask in one batch row and head. The fraction ``share`` of them is visible.
+        ``pairs``: (query, key) pairs under the mask in one batch row and head. Only the fraction ``share`` of them is visible,
+        and only visible pairs are counted.
         """
         d, e, each = self.head_dim, self.v_dim, 2 * self.batch * self.heads * self.share * pairs
         return each * (d + e), each * (3 * d + 2 * e)

@@ -160,9 +160,10 @@ class NeededPlan(RingPlan):
         return _merged([(each.start, each.start + each.length) for _, each in self.places(rank)])
 
     def places(self, rank: int) -> list[tuple[int, Stretch]]:
-        """Return (base, stretch) for each stretch that ``rank`` attends to, in order of position.
+        """Return (base, stretch) for each stretch of keys that ``rank`` attends to, its own included, in order of position.
 
-        ``base``: offset in the shard of the step. A stretch of the rank's own keys has the ``owner`` ``rank``.
+        ``base``: index of the stretch's first key in the shard of the step. A :class:`Stretch` is a run of positions that one
+        rank, its ``owner``, holds.
         """
         stretches = sorted((*self.held(rank), *self.received(rank)))
         return [*zip(accumulate((each.length for each in stretches), initial=0), stretches, strict=False)]

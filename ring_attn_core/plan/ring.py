@@ -184,7 +184,10 @@ class RingPlan:
         return self.band if isinstance(self.layout, BalancedLayout) else None
 
     def rows(self, rank: int, shift: int) -> Rows:
-        """Return ``rows[i][j]``: the ``Row`` (for a kernel) of query run i of ``rank`` and key run j of ``rank - shift``."""
+        """Return what a kernel reads: ``rows[i][j]``, the ``Row`` of integers (runs.py) for query run i and key run j.
+
+        The query runs are those of ``rank``, the key runs those of ``rank - shift``.
+        """
         known = self._rows.get((rank, shift))
         if known is None:
             of_runs = self.q_runs[rank], self.k_runs[(rank - shift) % self.ranks]

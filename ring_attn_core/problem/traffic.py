@@ -105,9 +105,9 @@ def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
     """Return the traffic of ``rank`` with the strategy "direct", as (forward, backward).
 
     At shift s the forward sends slices of keys to rank + s. The backward sends these slices again, and the gradients of received
-    slices to their owners. Array sizes are static in JAX: neighboring keys extend each nonempty slice to the length of the
-    longest slice that any rank sends from the same key run at the same shift. The added keys are counted, and so are their
-    gradients, which are 0.
+    slices to their owners. In JAX, where array sizes are static, each nonempty slice is padded with the keys next to it. Its new
+    length is that of the longest slice that any rank sends from the same key run at the same shift. The added keys are counted,
+    and so are their gradients, which are 0.
     """
     plan, even = problem.steps, problem.framework == "jax"
     if isinstance(plan, NeededPlan):

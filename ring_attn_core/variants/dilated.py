@@ -208,8 +208,8 @@ class FoldedBatches:
     def of_keys(self) -> HeadSelection:
         """The heads of k and v that the pattern uses, and the head groups that hold them.
 
-        If the pattern uses all query heads of each key head, and ``head_groups`` divides ``group_size`` or is a multiple of it, a
-        head group holds one copy of each key head that its query heads read. Otherwise each of its query heads has its own copy.
+        If the pattern uses all query heads of its key heads, and one of ``head_groups`` and ``group_size`` divides the other, a
+        head group holds each key head that it reads once. Otherwise it holds one copy of the key head for each query head.
         """
         first, end = self.first // self.group_size, -(-(self.first + self.heads) // self.group_size)
         whole = self.first % self.group_size == 0 and self.heads % self.group_size == 0

@@ -159,7 +159,7 @@ class _Visibility(NamedTuple):
 
 
 class _Score(NamedTuple):
-    """The parameters of a score besides q and k."""
+    """The parameters of a score besides q, k and the scales, which the query rows already hold."""
 
     alibi_slopes: jax.Array | None
     softcap: float | None

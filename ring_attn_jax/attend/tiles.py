@@ -54,7 +54,7 @@ class Tile(NamedTuple):
         return cls(run, base + begin, index, valid, first, jnp.minimum(first + block, length), batch)
 
     def load(self, x: jax.Array, groups: int, valid_only: bool = True) -> jax.Array:
-        """Load [rows groups heads/groups block ...] of ``x`` [b n heads ...], >= float32; ``valid_only``: 0 at invalid tokens."""
+        """Return the tokens of ``x`` [b n heads ...] as [b groups heads/groups block ...]. ``valid_only``: 0 at invalid ones."""
         tile = self.tokens_of(x).astype(accumulation_dtype(x.dtype))
         if valid_only:
             tile = jnp.where(self.valid.reshape(1, -1, *[1] * (x.ndim - 2)), tile, 0)
@@ -76,7 +76,7 @@ class Tile(NamedTuple):
         return lax.dynamic_update_slice(x, tile, self.start(x))
 
     def add(self, x: jax.Array, tile: jax.Array) -> jax.Array:
-        """Return ``x`` with ``tile``, which has the shape that ``load`` returns, added to the tile's tokens."""
+        """Add ``tile``, in the shape that ``load`` returns, to ``x`` at all tokens that ``load`` takes. Return the sum."""
         return self.store(x, self.load(x, x.shape[2], valid_only=False) + tile)
 
 

@@ -68,7 +68,10 @@ def _attention(inputs: OpInputs, compiled: CompiledCall, axis_name: str) -> tupl
 
 
 def round_the_ring(inputs: OpInputs, compiled: CompiledCall, axis_name: str, total: State | None = None) -> State:
-    """Run the ring's forward from the state ``total``, without a derivative. Return the new state of this rank's queries."""
+    """Run the ring's forward and return the state of this rank's queries. Only ``_attention`` defines a derivative.
+
+    ``total``: the state of these queries over other keys, from which to continue; None: start without keys.
+    """
 
     def forward(inputs: OpInputs, total: State | None) -> State:
         q, k, v, arrays = inputs

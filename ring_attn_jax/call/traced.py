@@ -37,7 +37,7 @@ class TracedLayout:
 
     @classmethod
     def of(cls, layout: BalancedLayout) -> TracedLayout:
-        """Convert a balanced layout. Raise ValueError if it is not one, or if the positions of a rank do not ascend."""
+        """Convert ``layout``. Raise ValueError if it is not a BalancedLayout, or if the positions of a rank do not ascend."""
         if not isinstance(layout, BalancedLayout) or not layout.ascends:
             raise ValueError(
                 "TracedLayout.of takes a BalancedLayout whose runs are in order of position, the .layout of a shard of "

@@ -1,7 +1,8 @@
 """``jax.nn.dot_product_attention`` over a ring.
 
-``data/dense_masks.py`` of the core converts a mask with known values to arguments of ``ring_attention``: a band (causal or a
-window), *extents* (an interval of keys for each query), *key extents* (an interval of queries for each key) and a key mask.
+If the host can read a mask, ``data/dense_masks.py`` of the core converts it to arguments of ``ring_attention``: a band (causal or
+a window), *extents* (an interval of keys for each query), *key extents* (an interval of queries for each key) and a key mask. A
+traced mask becomes extents and key extents inside the program.
 """
 
 from __future__ import annotations

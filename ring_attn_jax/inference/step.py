@@ -150,7 +150,10 @@ def prefilled(held: CachedRequests, chunk: jax.Array, layout: str, local: int) -
 
 
 def shards(layout: str, ranks: int, local: int) -> tuple[jax.Array, jax.Array]:
-    """Return the indices of a chunk's tokens on each rank, int32 [ranks, local], and the rank of each token, int16 [tokens]."""
+    """Return the positions of each rank's tokens in a chunk, int32 [ranks, local], and the rank of each position, int16 [tokens].
+
+    ``tokens``: ``ranks * local``.
+    """
     of_rank, owners = placement.positions(layout, ranks, local), placement.owners(layout, ranks, local)
     return jnp.asarray(of_rank, jnp.int32), jnp.asarray(owners, jnp.int16)
 

@@ -26,8 +26,9 @@ def in_chunks(
     ``where``: the mesh axes of global arrays, None inside shard_map. With ``where``, each device chunks its own tokens, and the
     gradients of the weights are summed over devices once, not per chunk. If all tokens fit in one chunk, nothing is recomputed.
 
-    An outer jax.checkpoint, such as a block's, does not recompute the output of ``function`` if no gradient needs this output.
-    Then ``function`` runs once in the forward and once for the backward, as without chunks.
+    If no gradient needs the output of ``function``, an outer jax.checkpoint, such as a block's, does not recompute it. Then
+    ``function`` runs once in the forward, and once when the backward recomputes each chunk: as often as under the outer
+    checkpoint alone.
     """
 
     def on_shard(weights: Any, x: jax.Array) -> jax.Array:

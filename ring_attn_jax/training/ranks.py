@@ -158,10 +158,10 @@ def _gathered(text: str) -> list[str]:
 def together(call: str, mesh: Any) -> Iterator[list[str]]:
     """Run the ``with`` block in all processes, and raise an error of one process in all of them.
 
-    If the block raises an error in several processes, all raise the error of the process with the lowest index. With several
-    processes an OSError stays an OSError. Any other error becomes a ValueError: a RankDifference if another process had no error.
-    The block may append texts to the yielded list, such as digests of the data that it has read. Raise RankDifference if the
-    texts differ between processes; ``call`` names the block in this error.
+    If the block raises an error in several processes, all raise the error of the process with the lowest index. In a program of
+    several processes, an OSError is raised as an OSError; any other error as a RankDifference (a ValueError) if the block
+    succeeded in some process, else as a plain ValueError. The block may append texts to the yielded list, such as digests of the
+    data that it has read. Raise RankDifference if the texts differ between processes; ``call`` names the block in this error.
 
     ``mesh``: the mesh of the block's model. If it is None or does not span all processes, each process raises only its own error,
     and texts are not compared.

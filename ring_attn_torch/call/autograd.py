@@ -204,7 +204,7 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
 
 
 def saved_of(ctx: Any) -> tuple[tuple[Tensor, ...], Arrays]:
-    """Return ((q, k, v, out, lse), optional arrays) of the forward. The rounding error of lse follows lse if it was saved."""
+    """Return what the forward saved: (q, k, v, out, lse, with lse's rounding error if it was saved), and the optional arrays."""
     saved = ctx.saved_tensors  # read once, since a checkpoint recomputes them at each read
     optional = len(Arrays._fields)
     return saved[optional:], Arrays(*saved[:optional])

@@ -116,7 +116,7 @@ class CompiledCall(NamedTuple):
     def check_intervals(self, arrays: Arrays, rank: int) -> None:
         """Raise ValueError if an interval in this rank's extents or key extents is invalid.
 
-        An interval may contain keys that the strategy does not send to this rank; ``check_values`` refuses these.
+        Extents with keys that this rank neither holds nor receives are accepted here; ``check_values`` refuses them.
         """
         if arrays.extents is not None:
             check_extents(arrays.extents.long(), self.plan.q_runs[rank], self.plan.kv_length)

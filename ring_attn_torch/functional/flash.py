@@ -192,8 +192,8 @@ def flash_attn_varlen_func(
     Raise ValueError, the same on every rank and before anything is sent, if cu_seqlens decrease, end beyond the row, differ in
     number, or begin with another number than 0. Also raise it if a document is longer than max_seqlen_q or max_seqlen_k, if a
     ``block_table`` is passed, or if flash_attn_func would raise it. Under torch.compile the values of cu_seqlens are unknown, so
-    only their dtypes and shapes are checked. A window is then accepted even if flash_attn's kernels compute another window than
-    its documentation says.
+    only their dtypes and shapes are checked. A window is refused if flash_attn's kernels compute another one than flash_attn
+    documents; under torch.compile it is accepted, and the documented window is computed.
     """
     ring = RingArguments(group, layout, length, kv_length)
     options = _FlashOptions(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)

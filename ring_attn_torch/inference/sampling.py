@@ -35,15 +35,15 @@ def sample(
 ) -> Int[Tensor, " batch"]:
     """Draw the next token of each request from its logits. Return int64 [batch].
 
-    ``temperature`` divides the logits; 0 takes the most probable token. ``top_k`` keeps the k most probable tokens. Among them,
-    ``top_p`` keeps the most probable tokens until their probabilities sum to at least p. A ``top_k`` or ``top_p`` of None keeps
-    all. Each of the three is a number, or a list or 1-D array with one number per request. ``seed``: the seed of the noise, an
-    int. ``requests``: the index of each request, by default 0, 1, ... ``positions``: the number of cached tokens of
-    each request, ``cache.lengths`` after the step that computed the logits. Only the low 32 bits of ``requests`` and
-    ``positions`` are used.
+    ``temperature`` divides the logits; 0 takes the most probable token. ``top_k`` keeps the k most probable tokens. Among these,
+    ``top_p`` keeps the most probable ones until their probabilities, renormalized after ``top_k``, sum to at least p. A ``top_k``
+    or ``top_p`` of None keeps all. Each of the three is a number, or a list or 1-D array with one number per request. ``seed``:
+    the seed of the noise, an int. ``requests``: the index of each request, by default 0, 1, ... ``positions``: the number of
+    cached tokens of each request, ``cache.lengths`` after the step that computed the logits. Only the low 32 bits of ``requests``
+    and ``positions`` are used.
 
-    The token of a request depends only on its logits and these arguments, not on the rest of the batch. So from equal logits all
-    ranks, JAX and PyTorch, and ``RingTransformer.generate`` draw the same tokens, unless rounding errors decide between two
+    The token of a request depends only on its logits and these arguments, not on the rest of the batch. So equal logits give the
+    same tokens on all ranks, in both frameworks and in ``RingTransformer.generate``, unless rounding errors decide between two
     tokens. Temperature 0, the default, needs neither ``requests`` nor ``positions``. If a logit is NaN, the token is arbitrary
     and nothing is raised. Not differentiable.
 

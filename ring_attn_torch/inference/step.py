@@ -198,7 +198,10 @@ def _earlier(ranks: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def shards(layout: str, ranks: int, local: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the indices of a chunk's tokens on each rank, int32 [ranks, local], and the rank of each token, int16 [tokens]."""
+    """Return the positions of each rank's tokens in a chunk, int32 [ranks, local], and the rank of each position, int16 [tokens].
+
+    ``tokens``: ``ranks * local``.
+    """
     of_rank: Sequence[Sequence[int]] = placement.positions(layout, ranks, local)
     owners = placement.owners(layout, ranks, local)
     as_tensor = lambda x, dtype: torch.tensor(x, dtype=dtype, device=device)

@@ -20,10 +20,10 @@ def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, chunk: int) -> Te
     what is recomputed.
 
     Inside an outer torch.utils.checkpoint, without torch.compile, ``function`` runs once in the forward and once for the
-    backward, as often as without chunks. The reason: an outer checkpoint stops its recomputation when it has restored the last
-    tensor that it saved. Autograd saves all chunks of x before ``function`` first runs, so the last saved tensor is the last
-    chunk. The outer checkpoint therefore stops before ``function``. Only the inner checkpoints, one for each chunk, run
-    ``function`` again.
+    backward: as often as under the outer checkpoint alone. The reason: an outer checkpoint stops its recomputation when it has
+    restored the last tensor that it saved. Autograd saves all chunks of x before ``function`` first runs, so the last saved
+    tensor is the last chunk. The outer checkpoint therefore stops before ``function``. Only the inner checkpoints, one for each
+    chunk, run ``function`` again.
     """
     from torch.utils.checkpoint import checkpoint  # takes a while to import
 

@@ -80,10 +80,11 @@ def visible_pairs(attn_mask: Tensor, batch: int, heads: int) -> Tensor:
 def mask_arguments(visible: Tensor, is_causal: bool = False) -> MaskArguments:
     """Convert ``visible``, bool [batch, queries, keys] in natural order, to a band if one fits, else to extents.
 
-    Try bands: the tightest band around the visible pairs, and this band without one or both of its limits. Then try extents: the
-    tightest interval of keys for each query. Try both kinds first without a key mask, then with a key mask that hides the keys
-    that no query sees. If none of these equals ``visible``, then no combination of a band, extents and a key mask does.
-    ``is_causal``: True if the caller states that ``visible`` is causal; then return the band ``causal()``.
+    Try in this order: a band, a band with a key mask, extents, extents with a key mask. The bands are the tightest band around
+    the visible pairs, and this band without one or both of its limits. The extents are the tightest interval of keys for each
+    query. The key mask hides each key that no query sees. If none of these equals ``visible``, then no combination of a band,
+    extents and a key mask does. ``is_causal``: True if the caller states that ``visible`` is causal; then return the band
+    ``causal()``.
 
     Raise ValueError if nothing fits, or if ``is_causal`` is True and ``visible`` is not causal. Under torch.compile the values
     are unknown: raise ValueError if ``is_causal`` is False, and check nothing if it is True.

@@ -87,10 +87,10 @@ _histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
 def agree(problem: Problem | AgreedCall, group: Group, again: bool = False, value: Any = None) -> list[Any]:
     """Check by an exchange of verdicts that all ranks of ``group`` run ``problem``. If not, raise the same error on all ranks.
 
-    The ranks exchange verdicts in four cases: the problem is new; the problem has ``each_time``; ``check_every_call`` is active;
-    or all ranks pass ``again``. Return the ``value`` (JSON) of each rank, by rank, or [] without an exchange. Raise the error of
-    the lowest failing rank. If the problems differ, raise a ValueError that names the difference. If ranks do not come within
-    the group's timeout, raise a RuntimeError that names these ranks.
+    Verdicts are exchanged if the problem is new, if it is an AgreedCall with ``each_time``, inside ``check_every_call``, or if
+    all ranks pass ``again``; never during the capture of a CUDA graph. Return each rank's ``value`` (JSON), by rank, or []
+    without an exchange. Raise the error of the lowest failing rank. If problems differ, raise a ValueError that names the
+    difference. If ranks do not come within the group's timeout, raise a RuntimeError that names them.
     """
     each_time = isinstance(problem, AgreedCall) and problem.each_time
     if group is None or ranks_of(group) == 1 or capturing(problem.device):

@@ -125,7 +125,8 @@ def _values(x: Tensor, head: Tensor | None, of: Labels, entropy: bool) -> tuple[
 def _logits(x: Tensor, weight: Tensor | None, labels: Tensor, ignored: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return (copy of ``x`` with 0 in the rows of ignored labels, the logits [n vocab] of that copy in ``dtype``).
 
-    ``x``: hidden states [n dim] if ``weight`` [vocab dim] is passed, else logits [n vocab]. Ignored labels' rows may be NaN.
+    ``x``: hidden states [n dim] if ``weight`` [vocab dim] is passed, else logits [n vocab]. In ``x`` the rows of ignored labels
+    may be NaN.
     """
     x = x.masked_fill((labels == ignored)[:, None], 0)
     return x, x.to(dtype) if weight is None else _product(x, weight.t(), dtype)

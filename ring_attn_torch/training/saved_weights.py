@@ -150,7 +150,7 @@ def save_folder(
     """Save in ``folder`` the weights of the RingTransformer in ``model``, and the other files, such as config.json.
 
     ``files(config)`` returns the contents of the other files by file name. ``renamed(name)`` maps a weight's name in the model to
-    its name in the file. Every rank of ``ring`` must call it; an error is the same on every rank.
+    its name in the file. Every rank of ``ring`` must call ``save_folder``; if one fails, all raise the same error.
     """
     from safetensors.torch import save_file
 

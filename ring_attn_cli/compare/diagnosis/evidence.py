@@ -96,9 +96,10 @@ class Evidence:
         return self.got["out"][0, self.dense.rows.start :]
 
     def explains_out(self, out: np.ndarray, judged: np.ndarray | slice = np.s_[:]) -> bool:
-        """Return True if ``out``, which a hypothesis gives for the last ``ROWS`` queries, explains the measured out.
+        """Return True if a hypothesis explains the error of the measured out, as ``explained`` defines it.
 
-        ``judged``: which of these queries to compare, as a bool mask or a slice.
+        ``out``: the hypothesis's out of the last ``ROWS`` queries. ``judged``: which of these queries to compare, as a bool mask
+        or a slice.
         """
         before, after = (relative_error(self.measured[judged], x[judged]) for x in (self.right.out, out))
         return self.explained("out", before, after)

@@ -353,8 +353,8 @@ def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.const
 
 @gluon.jit
 def leave(shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Store out and lse of 64 queries that see no key of this shard, if this is the ring's first or last step. In the other steps
-    of the ring out and lse stay as they are."""
+    """At the ring's first and last step, store out and lse of 64 queries that see no key of this shard. At its other steps, leave
+    both arrays as they are."""
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_K)
     if sizes.FIRST or sizes.LAST:
         i = work.m0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))

@@ -37,7 +37,7 @@ class Gather(OneWay):
     def collect_gradients(
         self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
-        """Return ``dq`` unchanged, the sum over all ranks of the gradients of this rank's own keys, and the sinks' gradient."""
+        """Return ``dq`` (unchanged), the sum over all ranks of the gradients of this rank's own keys, and the sinks' gradient."""
         assert not isinstance(dkv, tuple), "what travels is packed"
         parts = exchange(by_rank(by_shard(dkv, ring), ring.plan.ranks), 0, 0, ring.axis, None)
         return dq, summed(parts), of_q.sinks

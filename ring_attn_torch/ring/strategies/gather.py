@@ -34,7 +34,7 @@ class Gather(OneWay):
     def collect_gradients(
         self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[Tensor, Gradients, Tensor | None]:
-        """Return ``dq`` unchanged, the sum over all ranks of the gradients of this rank's own keys, and the sinks' gradient."""
+        """Return ``dq`` (unchanged), the sum over all ranks of the gradients of this rank's own keys, and the sinks' gradient."""
         assert isinstance(dkv, Tensor), "what travels is packed"
         (parts,) = exchange((by_rank(by_shard(dkv, ring), ring.plan.ranks),), 0, ring.group).wait()
         return dq, summed(parts), of_q.sinks
