@@ -29,8 +29,14 @@ IN_A_ROW = replace(H200, name="NVIDIA H200, calls in a row", **_PEER, **dict.fro
 HOST_BOUND = replace(H200, name="NVIDIA H200, slower host", **_PEER, **{name: getattr(HOST_IN_STEPS, name) for name in _HOST})
 """The record of the H200 with the host and the copy engine of that machine, for calls so short that the host is the limit."""
 
+WITH_PEERS = replace(H200, name="NVIDIA H200, copy engine", **_PEER)
+"""The record of the H200 with a measured copy engine."""
+
 FILES = (("ring-h200-x2", H200), ("auto-h200-x2", IN_A_ROW), ("ring-h100-x4", H100), ("documents-h100-x4", H100))
 """The results, and the records of the machines on which they were measured."""
+
+AGAIN = "ring-h200-x2", WITH_PEERS
+"""The result whose later runs, "again" in its file, were made when the model was finished, and the record for them."""
 
 
 class Point(NamedTuple):
@@ -63,11 +69,13 @@ class Point(NamedTuple):
 
 def points() -> list[Point]:
     """Return the measured points, without those of balanced layouts, in which "auto" is the ring."""
-    found = []
-    for name, machine in FILES:
-        rows: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-        found += [_point(row, machine) for row in rows if row["candidate"] in SCHEDULES and "balanced" not in row["call"]]
-    return found
+    rows = [(row, machine) for name, machine in FILES for row in _stored(name)["rows"]]
+    rows += [(row, AGAIN[1]) for run in _stored(AGAIN[0])["again"] for row in run["rows"]]
+    return [_point(*each) for each in rows if each[0]["candidate"] in SCHEDULES and "balanced" not in each[0]["call"]]
+
+
+def _stored(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def _point(row: dict[str, Any], machine: Machine) -> Point:
@@ -85,7 +93,7 @@ def _point(row: dict[str, Any], machine: Machine) -> Point:
     access = machine.peer > 0
     load = Load(call.plan(ranks), 1, heads, kv_heads, dim, dim, 2, ranks, share, documents, access)
     usual = heads == 32 and call.mask == "causal" and row["framework"] == "torch"
-    if machine in (IN_A_ROW, HOST_BOUND):
+    if machine in (IN_A_ROW, HOST_BOUND, WITH_PEERS):
         fitted = False
     elif machine == H200:
         fitted = (usual and tokens <= 8192) or (documents and strategy == "ring" and row["framework"] == "torch")
