@@ -18,8 +18,9 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
     """Replace the gradients of ``module``'s trainable parameters by their sum over the ranks of ``group``, in one all-reduce.
 
     ``group``: all ranks that hold different tokens, as in :func:`loss`; None is the default group. The sum is computed in
-    at least float32. A missing gradient counts as zero, because the tokens of a rank may not use every parameter. The result
-    is the gradient that one device would compute from all tokens, also in these three cases:
+    at least float32. A missing gradient counts as zero, because the tokens of a rank may not use every parameter; a gradient that
+    all ranks lack stays None, so that an optimizer leaves its parameter alone. The result is the gradient that one device would
+    compute from all tokens, also in these three cases:
 
     - DistributedDataParallel has already averaged each gradient over its ranks. Each rank then holds the mean, and the sum of
       these equal means over the ranks is the sum of the gradients.
@@ -30,21 +31,24 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
       tokens, so ``group`` must be another axis of the mesh.
 
     Raise ValueError if ``group`` and the mesh of a parameter overlap in any other way, for example if FSDP shards over only a
-    part of ``group``. The error names the parameter, and is raised before anything is sent.
+    part of ``group``. Raise it too if a gradient is sparse. The error names the parameter, and is raised before anything is sent.
     """
     ring = ring_of(group)
     parameters = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
     by_fsdp = reduced_by_fsdp(module)
     done = [_is_summed(name, p, by_fsdp.get(p), ring) for name, p in parameters.items()]
-    mine: list[tuple[nn.Parameter, Tensor]] = []
-    for p, summed in zip(parameters.values(), done, strict=True):
-        p.grad = torch.zeros_like(p) if p.grad is None else _placed(p.grad, p)
-        if p in by_fsdp:
-            p.grad.mul_(by_fsdp[p].divisor)
-        if not summed:
-            mine.append((p, local(p.grad)))
+    mine = [p for p, summed in zip(parameters.values(), done, strict=True) if not summed]
+    missing = [p.grad is None for p in mine]
+    for p in parameters.values():
+        if p.grad is not None:
+            p.grad = _placed(p.grad, p)
+            if p in by_fsdp:
+                p.grad.mul_(by_fsdp[p].divisor)
+    for p in mine:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     if mine:
-        _all_reduce([gradient for _, gradient in mine], ring)
+        for p, by_all in zip(mine, _all_reduce([local(p.grad) for p in mine], missing, ring), strict=True):
+            p.grad = None if by_all else p.grad
 
 
 def _placed(gradient: Tensor, p: nn.Parameter) -> Tensor:
@@ -57,13 +61,22 @@ def _placed(gradient: Tensor, p: nn.Parameter) -> Tensor:
     return gradient
 
 
-def _all_reduce(gradients: list[Tensor], ring: Group) -> None:
-    """Replace each tensor by its sum over the ranks, in one all-reduce of the flattened tensors."""
+def _all_reduce(gradients: list[Tensor], missing: list[bool], ring: Group) -> list[bool]:
+    """Replace each tensor by its sum over the ranks. Return for each whether it is ``missing`` on all ranks.
+
+    One all-reduce of the flattened tensors also counts the ranks on which each gradient is missing. Only a rank on which one is
+    missing reads the counts, which waits for the device.
+    """
     dtype = reduce(torch.promote_types, (x.dtype for x in gradients), torch.float32)
-    flat = torch.cat([x.flatten().to(dtype) for x in gradients])
+    counts = torch.zeros(len(missing), dtype=dtype, device=gradients[0].device)
+    if any(missing):
+        counts += torch.tensor(missing, device=counts.device)
+    flat = torch.cat([*(x.flatten().to(dtype) for x in gradients), counts])
     dist.all_reduce(flat, group=ring)
-    for x, total in zip(gradients, flat.split([x.numel() for x in gradients]), strict=True):
+    *totals, counts = flat.split([*(x.numel() for x in gradients), len(gradients)])
+    for x, total in zip(gradients, totals, strict=True):
         x.copy_(total.view_as(x))
+    return (counts == ranks_of(ring)).tolist() if any(missing) else missing
 
 
 def _is_summed(name: str, p: nn.Parameter, by_fsdp: GradientReduction | None, ring: Group) -> bool:
@@ -73,6 +86,8 @@ def _is_summed(name: str, p: nn.Parameter, by_fsdp: GradientReduction | None, ri
     of the ring but not all, or over several ranks of the ring and also ranks outside it. Raise it too if several ranks of the
     ring hold copies or shards of ``p`` for the same tokens, as in tensor parallelism.
     """
+    if p.grad is not None and p.grad.layout != torch.strided:
+        raise ValueError(f"the gradient of {name} is sparse: make the module with sparse=False")
     if ranks_of(ring) == 1:
         return True
     members, covered = set(dist.get_process_group_ranks(ring)), 1
