@@ -264,3 +264,14 @@ def _devices(name: str) -> list[str]:
     """Return the device types for which the group has a communication backend."""
     config = dist.get_backend_config(group_of(name))
     return [pair.split(":")[0] for pair in config.split(",")]
+
+
+def under_autocast(x: Tensor) -> Tensor:
+    """Cast a tensor to autocast's dtype if autocast is on and the tensor is not float64, as torch does for its attention.
+
+    Without the cast, rotary embeddings would leave q and k in float32 beside a 16-bit v.
+    """
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device))

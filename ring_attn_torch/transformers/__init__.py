@@ -13,6 +13,7 @@ The files:
 
     parallel.py     sequence_parallel and enable: the hooks before and after each call of a model
     arguments.py    the arguments of a call: checked, and compared between ranks
+    visual.py       the checks of image features that a model's first layers add
     shards.py       from global input_ids and labels to this rank's shards
     balanced.py     the balanced layout: each call assigns its documents to the ranks
     trees.py        the checks of a call's prefix trees, and their arrays

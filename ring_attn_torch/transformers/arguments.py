@@ -12,11 +12,12 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 
 from ring_attn_core.data.trees import trees_of
+from ring_attn_core.model.generation import check_ids
 from ring_attn_core.validation import in_words, is_integer
 
 from ..ring.agreement import exchange, same_error
@@ -28,6 +29,7 @@ from .models import own_positions, text_config
 from .routers import check_routers
 from .trees import check_tree
 from .trl import check_call
+from .visual import VISUAL, check_visual, shape_of
 
 SHIFTED, IN_PLACE = (ForCausalLMLoss,), (ForMaskedLMLoss, ForTokenClassification)
 """transformers' losses that are sums over tokens. SHIFTED: a token predicts the next token's label; IN_PLACE: its own label."""
@@ -44,12 +46,6 @@ LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 
 seq_idx is not read: it is for short convolutions, which a ring does not support.
 """
-
-VISUAL = ("visual_pos_masks", "deepstack_visual_embeds")
-"""Arguments of Qwen3-VL and similar models: the mask of visual tokens, and the features that each of the first layers adds."""
-
-UNSPLIT = ("deepstack_features", "per_layer_inputs")
-"""Arguments with values per token that sequence_parallel does not split. A model with one of them cannot take inputs_embeds."""
 
 
 class CheckedArguments(NamedTuple):
@@ -69,6 +65,7 @@ def checked_arguments(
         _check_attends(model)
         call_arguments = with_cache_renamed(model, _by_name(args, kwargs))
         tokens = _tokens(call_arguments)
+        _check_ids(model, tokens)
         cache = cache_of(model, ring, call_arguments)
         of_cache = () if cache is None else (cache_name(model), "use_cache", "logits_to_keep")
         _check(model, {name: x for name, x in call_arguments.items() if name not in of_cache}, tuple(tokens.shape[:2]), cache)
@@ -113,8 +110,19 @@ def _tokens(call_arguments: dict[str, Any]) -> Tensor:
     x = call_arguments[name]
     if not isinstance(x, Tensor) or is_dtensor(x) or x.ndim != dims or not x.numel():
         dim = ", dim" if dims == 3 else ""
-        raise ValueError(f"{name} must be a tensor [batch, length{dim}], whole, the same on every rank, got {_shape(x)}")
+        raise ValueError(f"{name} must be a tensor [batch, length{dim}], whole, the same on every rank, got {shape_of(x)}")
     return x
+
+
+def _check_ids(model: PreTrainedModel, tokens: Tensor) -> None:
+    """Raise ValueError if ``tokens`` are ids and one is outside the vocabulary: only the rank that has it would fail."""
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:
+        return
+    more = hasattr(embedding, "num_additional_embeddings")  # Idefics has a second table for further ids
+    if isinstance(embedding, nn.Embedding) and not more and not tokens.is_floating_point():
+        check_ids([int(x) for x in tokens.aminmax()], embedding.num_embeddings, "input_ids hold")
 
 
 def _check(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[int, ...], cache: RingCache | None) -> None:
@@ -141,7 +149,7 @@ def _check(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[
         split = (*SHARDED, *LENGTHS, "num_items_in_batch", *VISUAL)
         if argument not in split and (isinstance(x, list | tuple | dict) or (isinstance(x, Tensor) and x.ndim)):
             raise ValueError(
-                f"{name} got {argument} {_shape(x)}, which sequence_parallel does not know how to split: it takes "
+                f"{name} got {argument} {shape_of(x)}, which sequence_parallel does not know how to split: it takes "
                 f"{', '.join((*SHARDED, *LENGTHS[:1]))}. Images and sound go in as inputs_embeds with position_ids"
             )
     if cache is not None:
@@ -150,10 +158,10 @@ def _check(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[
         x = call_arguments.get(argument)
         if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) != shape):
             raise ValueError(
-                f"{argument} must be {list(shape)}, [batch, length] of the whole sequence as input_ids is, got {_shape(x)}: "
+                f"{argument} must be {list(shape)}, [batch, length] of the whole sequence as input_ids is, got {shape_of(x)}: "
                 "sequence_parallel shards it, and shifts labels, itself; additive and 4-D masks are no padding"
             )
-    _check_visual(model, call_arguments, shape, cache is not None)
+    check_visual(model, call_arguments, shape, cache is not None)
     check_tree(model, call_arguments, shape, cache is not None)
     _check_positions(model, call_arguments, shape)
     check_documents(name, call_arguments, shape, cache is not None)
@@ -179,13 +187,8 @@ def _check_positions(model: PreTrainedModel, call_arguments: dict[str, Any], sha
     if not good or (x.ndim == 3 and x.shape[0] not in (3, 4)):
         raise ValueError(
             f"position_ids must be [1 or {batch}, {length}], or [3 or 4, {batch}, {length}] for Qwen-VL, of the whole sequence, "
-            f"got {_shape(x)}: sequence_parallel shards them itself"
+            f"got {shape_of(x)}: sequence_parallel shards them itself"
         )
-
-
-def _shape(x: Any) -> list[int] | str:
-    """Return the shape of a tensor, or the type name of another value, for an error."""
-    return list(x.shape) if isinstance(x, Tensor) else type(x).__name__
 
 
 def _description(call_arguments: dict[str, Any]) -> dict[str, Any]:
@@ -226,47 +229,6 @@ def _compare(exchanged: list[list[Any]]) -> None:
             )
 
 
-def reader_of(model: PreTrainedModel, names: tuple[str, ...]) -> PreTrainedModel | None:
-    """Return the last (innermost) PreTrainedModel of ``model.modules()`` whose forward has an argument in ``names``, or None."""
-    found = None
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and not {*names}.isdisjoint(inspect.signature(module.forward).parameters):
-            found = module
-    return found
-
-
-def _check_visual(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
-    """Raise ValueError if image features, which layers add, are missing beside inputs_embeds, unsupported or misshapen."""
-    name, passed = type(model).__name__, [argument for argument in VISUAL if argument in call_arguments]
-    if "inputs_embeds" not in call_arguments and not passed:
-        return
-    other = reader_of(model, UNSPLIT)
-    if other is not None:
-        raise ValueError(
-            f"{name} adds more to its layers than inputs_embeds hold ({' or '.join(UNSPLIT)} of {type(other).__name__}), which "
-            "sequence_parallel does not split: pass input_ids, and run batches with images unsharded"
-        )
-    if reader_of(model, VISUAL) is None:
-        if passed:
-            raise ValueError(f"{name} takes no {passed[0]}: leave it out")
-        return
-    mask, features = (call_arguments.get(argument) for argument in VISUAL)
-    if "inputs_embeds" not in call_arguments or mask is None or features is None:
-        raise ValueError(
-            f"{name} adds features of images to the hidden states of its first layers, which inputs_embeds alone do not hold: "
-            "pass inputs_embeds, visual_pos_masks [batch, length], True for tokens of images, and deepstack_visual_embeds, a "
-            "list of [tokens of images, dim], together; for text alone an empty list and a mask of False"
-        )
-    if cached:
-        raise ValueError(f"{name} got {VISUAL[0]} in a call with a cache, which knows text alone: leave use_cache out")
-    if not isinstance(mask, Tensor) or tuple(mask.shape) != shape:
-        raise ValueError(f"{VISUAL[0]} must be {list(shape)}, [batch, length] of the whole sequence, got {_shape(mask)}")
-    count, dim = int(mask.sum()), call_arguments["inputs_embeds"].shape[-1]
-    for i, x in enumerate(features):
-        if not isinstance(x, Tensor) or tuple(x.shape) != (count, dim):
-            raise ValueError(f"{VISUAL[1]}[{i}] must be {[count, dim]}, a row for each True of {VISUAL[0]}, got {_shape(x)}")
-
-
 def _check_cached(cache: RingCache, call_arguments: dict[str, Any], shape: tuple[int, ...]) -> None:
     """Raise ValueError if the arguments of a call of ``shape`` [batch, tokens] do not continue the cache."""
     (batch, tokens), before = shape, cache.tokens
@@ -276,7 +238,7 @@ def _check_cached(cache: RingCache, call_arguments: dict[str, Any], shape: tuple
     if mask is not None:
         if not isinstance(mask, Tensor) or tuple(mask.shape) != (batch, before + tokens):
             expected = f"{[batch, before + tokens]}, of {before} cached tokens and {tokens} new ones"
-            raise ValueError(f"attention_mask must be {expected}, got {_shape(mask)}")
+            raise ValueError(f"attention_mask must be {expected}, got {shape_of(mask)}")
         if bool((mask[:, 1:].bool() < mask[:, :-1].bool()).any()):
             raise ValueError(
                 "attention_mask has padding after a token, and a cache on a ring has none: pad on the left, as generate() wants "

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ring_attn_core import masks
 from ring_attn_core.runs import Band
 
+from ..call.prepare import under_autocast
 from ..call.signature import ring_attention
 from ..layers.offload import OffloadedTensors, offloaded
 from ..layers.recompute import Function, recomputed
@@ -83,7 +84,7 @@ def ring_attention_forward(
     call = running()
     if call is not None and not torch.compiler.is_compiling():
         call.attention_calls += 1
-    query, key, value = _autocast(query), _autocast(key), _autocast(value)
+    query, key, value = under_autocast(query), under_autocast(key), under_autocast(value)
     for argument, x in others.items():
         if x is not None and argument not in IGNORED:
             raise ValueError(
@@ -137,17 +138,6 @@ def ring_attention_forward(
         **score,
     )
     return out, None
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """Cast a tensor to autocast's dtype if autocast is on and the tensor is not float64.
-
-    Without the cast, rotary embeddings would leave q and k in float32 beside a 16-bit v.
-    """
-    device = x.device.type
-    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(device))
 
 
 def _without_mask(name: str, causes: bool, window: int | None, tokens: int) -> LayerMask:

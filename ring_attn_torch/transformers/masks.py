@@ -69,6 +69,14 @@ class LayerMask(NamedTuple):
     """The ``CachedCall`` whose cache the layers continue; None without a cache."""
     key_extents: Tensor | None = None
 
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        """Raise ValueError, because torch got this mask: a layer has run outside of the ``with`` that made the mask."""
+        raise ValueError(
+            "a layer of a call made inside sequence_parallel runs outside of it, as when activation checkpointing recomputes it: "
+            "call backward inside the with as well"
+        )
+
 
 class NoWindow(NamedTuple):
     """The mask of layers with an invalid window, ``size`` < 1. Some models request such a mask although no layer uses it."""

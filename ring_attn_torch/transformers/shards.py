@@ -27,13 +27,14 @@ from ring_attn_core.runs import Band
 
 from ..data.layout import positions
 from ..ring.groups import rank_in
-from .arguments import LENGTHS, SHARDED, SHIFTED, VISUAL, CheckedArguments, checked_arguments, reader_of
+from .arguments import LENGTHS, SHARDED, SHIFTED, CheckedArguments, checked_arguments
 from .balanced import check_balanced, dealt
 from .cache import CachedCall, cached_call
 from .documents import DocumentBounds, documents_of, text_positions
 from .mask_functions import Pattern
 from .masks import CallRing, LayerMask, RunningCall, running
 from .trees import RowTrees, row_trees
+from .visual import VISUAL, reader_of
 
 IMAGE_BLOCKS = {"gemma3", "gemma3_text"}
 """Models, by config.model_type, whose token_type_ids of 1 mark an image's tokens, which also see the image's later tokens."""
