@@ -148,6 +148,8 @@ def test_a_traced_mask_with_a_hole_gives_nan_where_it_is():
     out = jax.jit(lambda *qkv, mask: alone(*qkv, mask=mask))(*arrays(), mask=mask)
     assert np.isnan(out).all((0, 2, 3)).tolist() == [i == 5 for i in range(8)]
     np.testing.assert_allclose(np.delete(out, 5, 1), np.delete(alone(*arrays(), is_causal=True), 5, 1), atol=1e-6)
+    _, lse = jax.jit(lambda *qkv, mask: alone(*qkv, mask=mask, return_residual=True))(*arrays(), mask=mask)
+    assert np.isnan(lse).all((0, 2)).tolist() == [i == 5 for i in range(8)]
 
 
 def test_it_works_where_nothing_is_promoted():
@@ -186,6 +188,8 @@ def test_it_works_where_nothing_is_promoted():
         ({"length": 9}, "length=9 is more than"),
         ({"layout": "zigzagged"}, "unknown layout"),
         ({"scale": "1"}, "scale must be"),
+        ({"is_causal": "False"}, "is_causal must be True or False, got 'False'"),
+        ({"return_residual": 1}, "return_residual must be True or False, got 1"),
         ({"axis_name": "seq"}, "axis_name='seq' is no mesh axis here: .*pass axis_name=None for one device"),
     ],
 )

@@ -119,6 +119,30 @@ def test_what_is_no_aux_request_is_refused():
         functional.flex_attention(*drawn(1, 1, 4, 4), return_aux=True)
 
 
+@pytest.mark.parametrize("flag", ["False", 1, None])
+def test_a_flag_that_is_neither_true_nor_false_is_refused(flag):
+    qkv = drawn(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="is_causal must be True or False, got"):
+        functional.scaled_dot_product_attention(*qkv, is_causal=flag)
+    with pytest.raises(ValueError, match="enable_gqa must be True or False, got"):
+        functional.scaled_dot_product_attention(*qkv, enable_gqa=flag)
+    with pytest.raises(ValueError, match="causal must be True or False, got"):
+        functional.flash_attn_func(*qkv, causal=flag)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_casts_for_scaled_dot_product_attention_as_in_torch(compiled):
+    q, k, v = (x.transpose(1, 2) for x in drawn(1, 6, 2, 8))
+    ours = functional.scaled_dot_product_attention
+    ours = torch.compile(ours, fullgraph=True, backend="aot_eager") if compiled else ours
+    with torch.autocast("cpu", torch.bfloat16):
+        for values in (v, v.bfloat16()):
+            theirs = F.scaled_dot_product_attention(q, k, values)
+            assert ours(q, k, values).dtype == theirs.dtype == torch.bfloat16
+            torch.testing.assert_close(ours(q, k, values), theirs, atol=2e-2, rtol=2e-2)
+        assert ours(q.double(), k.double(), v.double()).dtype == torch.float64
+
+
 @pytest.mark.parametrize("side", [2**31, 2**62, 2**63 - 1, 2**64])
 def test_a_side_beyond_every_sequence_is_open(side):
     """Of packed documents, whose sums with positions would leave int64, and of one sequence."""

@@ -17,9 +17,10 @@ from ring_attn_core.data.dense_masks import NEITHER, DenseMaskArguments, both, d
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.layouts import named
 from ring_attn_core.masks import causal, full
+from ring_attn_core.model.checks import check_flags
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.runs import Band, Run
-from ring_attn_core.validation import in_words, is_integer
+from ring_attn_core.validation import as_number, in_words, is_integer
 
 from ..axes import ring_size
 from ..block import attend_block
@@ -66,7 +67,7 @@ def dot_product_attention(
     against [batch, heads, length, kv_length] and must be the same for all heads. Apart from unused keys (padding), it must be a
     band (causal or a sliding window), or restrict each query to an interval of keys, each key to an interval of queries, or both.
     Masks of documents, prefixes and prefix trees have this form. A mask that jit traces has no values yet and is not checked: out
-    is NaN for each query whose row of the mask differs between heads or lacks this form.
+    and lse are NaN for each query whose row of the mask differs between heads or lacks this form.
 
     ``implementation``: None chooses the backend, "xla" is plain JAX. ``return_residual``: also return lse, in key's dtype and
     without a gradient, as in JAX. ``axis_name``: the mesh axis of the ring; None is one device, without a mesh. ``layout``,
@@ -75,9 +76,11 @@ def dot_product_attention(
     A query that sees no key has out 0 and lse -inf, as with JAX's "cudnn"; JAX's "xla" returns the mean of all values instead,
     except for queries beyond ``query_seq_lengths``.
 
-    Raise ValueError if a ``bias`` is passed, if ``implementation`` is neither None nor "xla", or if a mask with known values
-    differs between heads or does not have the form described above. Raise it too if ring_attention refuses an argument.
+    Raise ValueError if a ``bias`` is passed, if a flag is neither True nor False, if ``implementation`` is neither None nor
+    "xla", or if a mask with known values differs between heads or does not have the form described above. Raise it too if
+    ring_attention refuses an argument.
     """
+    check_flags(is_causal=as_number(is_causal), return_residual=as_number(return_residual))
     if bias is not None:
         raise ValueError(
             "bias would have to travel round the ring: pass a mask of True and False as mask=; biases by position are "
@@ -103,7 +106,8 @@ def dot_product_attention(
     arguments = {name: whole_batch(x) for name, x in (arguments | {"key_mask": shards.own(parts.key_mask, 1)}).items()}
     out, lse = shards.attend((q, k, v), {**arguments, "mask": band, "scale": scale, "backend": BACKENDS[implementation]})
     if fits is not None:
-        out = out * jnp.where(jnp.asarray(shards.own(~fits, 0)), jnp.nan, 1).astype(out.dtype)[..., None, None]
+        known = jnp.where(jnp.asarray(shards.own(~fits, 0)), jnp.nan, 1)[..., None]
+        out, lse = out * known.astype(out.dtype)[..., None], lse * known.astype(lse.dtype)
     out, lse = (x[0] if unbatched else x for x in (out, lse))
     return (out, lax.stop_gradient(lse.astype(key.dtype))) if return_residual else out
 

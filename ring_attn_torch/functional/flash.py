@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.masks import full
+from ring_attn_core.model.checks import check_flags
 from ring_attn_core.runs import Band
-from ring_attn_core.validation import in_words, is_integer
+from ring_attn_core.validation import as_number, in_words, is_integer
 
 from ..data.extents import integers, on_host
 from .shards import Arguments, Qkv, RingArguments, attend, check_dims, dropout_of, shards_of
@@ -77,8 +78,9 @@ class _FlashOptions(NamedTuple):
         """Return scale, softcap, ALiBi, ``deterministic`` and dropout as arguments of ``ring_attention``.
 
         ``equal_lengths``: True if there are as many keys as queries, in each document if there are several. Raise ValueError if
-        the slopes do not fit, or if there is a dropout rate without a seed.
+        the slopes do not fit, if ``causal`` is neither True nor False, or if there is a dropout rate without a seed.
         """
+        check_flags(causal=as_number(self.causal))
         slopes = self.alibi_slopes
         if slopes is not None:
             if not isinstance(slopes, Tensor) or slopes.ndim != 1 or slopes.shape[0] != heads:

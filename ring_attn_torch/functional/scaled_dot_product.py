@@ -16,8 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.data.dense_masks import NEITHER, dense_mask_arguments
 from ring_attn_core.masks import causal, full
-from ring_attn_core.validation import in_words
+from ring_attn_core.model.checks import check_flags
+from ring_attn_core.validation import as_number, in_words
 
+from ..call.prepare import under_autocast
 from .shards import Arguments, Qkv, RingArguments, Shards, attend, check_dims, dropout_of, shards_of
 
 if TYPE_CHECKING:
@@ -54,7 +56,8 @@ def scaled_dot_product_attention(
     ``torch.nn.attention.bias.causal_lower_right`` and ``causal_upper_left`` become bands without being read. A query that sees no
     key has out 0.
 
-    ``dropout_p``: needs ``dropout_seed``, as in :func:`ring_attention`; it drops other probabilities than torch.
+    ``dropout_p``: needs ``dropout_seed``, as in :func:`ring_attention`; it drops other probabilities than torch. Under autocast
+    query, key and value are cast as in torch.
     ``group``, ``layout`` (a name), ``length``, ``kv_length``: as in ring_attention.
 
     Raise ValueError, the same on every rank and before anything is sent, if attn_mask holds floats other than 0 and -inf, differs
@@ -64,7 +67,8 @@ def scaled_dot_product_attention(
     ring = RingArguments(group, layout, length, kv_length)
 
     def prepare() -> tuple[Qkv, Arguments]:
-        q, k, v = tokens_first(query, key, value, enable_gqa)
+        check_flags(is_causal=as_number(is_causal))
+        q, k, v = (under_autocast(x) for x in tokens_first(query, key, value, enable_gqa))
         shards = shards_of(q, k, ring)
         mask = _mask(attn_mask, is_causal, shards, q)
         return (q, k, v), {**shards.arguments, **mask, "scale": scale, **dropout_of(dropout_p, dropout_seed)}
@@ -75,8 +79,9 @@ def scaled_dot_product_attention(
 def tokens_first(query: Any, key: Any, value: Any, enable_gqa: bool) -> Qkv:
     """Transpose query, key and value from [batch, heads, tokens, dim] to [batch, tokens, heads, dim].
 
-    Raise ValueError if dimensions or numbers of heads do not fit.
+    Raise ValueError if dimensions or numbers of heads do not fit, or ``enable_gqa`` is neither True nor False.
     """
+    check_flags(enable_gqa=as_number(enable_gqa))
     check_dims({"query": query, "key": key, "value": value}, "batch", "heads", "tokens", "head_dim")
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
