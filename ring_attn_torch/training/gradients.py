@@ -37,17 +37,20 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
     parameters = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
     by_fsdp = reduced_by_fsdp(module)
     done = [_is_summed(name, p, by_fsdp.get(p), ring) for name, p in parameters.items()]
-    mine = [p for p, summed in zip(parameters.values(), done, strict=True) if not summed]
-    missing = [p.grad is None for p in mine]
-    for p in parameters.values():
-        if p.grad is not None:
-            p.grad = _placed(p.grad, p)
-            if p in by_fsdp:
-                p.grad.mul_(by_fsdp[p].divisor)
-    for p in mine:
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    mine: list[tuple[nn.Parameter, Tensor]] = []
+    missing: list[bool] = []
+    for p, summed in zip(parameters.values(), done, strict=True):
+        if p.grad is None and summed:
+            continue
+        if not summed:
+            missing.append(p.grad is None)
+        p.grad = torch.zeros_like(p) if p.grad is None else _placed(p.grad, p)
+        if p in by_fsdp:
+            p.grad.mul_(by_fsdp[p].divisor)
+        if not summed:
+            mine.append((p, local(p.grad)))
     if mine:
-        for p, by_all in zip(mine, _all_reduce([local(p.grad) for p in mine], missing, ring), strict=True):
+        for (p, _), by_all in zip(mine, _all_reduce([gradient for _, gradient in mine], missing, ring), strict=True):
             p.grad = None if by_all else p.grad
 
 
