@@ -70,6 +70,7 @@ ONLY_IN_TORCH = {
     "transformers/trainer_checks.py": "the same",
     "transformers/trees.py": "the same",
     "transformers/trl.py": "the same",
+    "transformers/visual.py": "the same",
     "functional/block_masks.py": "masks of flex_attention, which is PyTorch's",
     "functional/flash.py": "the package flash_attn is PyTorch's",
     "functional/flex.py": "a signature of torch.nn.attention",
