@@ -254,3 +254,14 @@ def test_no_token_of_a_prompt_is_taken_from_its_padding():
             prefill_prompts(model, ids, kept, known)
     cut = jax.jit(lambda kept, lengths: prefill_prompts(model, ids, kept, lengths, fresh=True)[1].lengths)
     assert cut(kept, lengths).tolist() == [4, 5]
+
+
+def test_a_chunk_of_traced_lengths_may_fill_the_room_of_a_window():
+    """Four tokens over four ranks in zigzag are padded to eight, which do not count."""
+    mesh = mesh_of(4)
+    model = RingTransformer(vocab=31, dim=16, depth=1, heads=2, windows=(4,), mesh=mesh, rngs=nnx.Rngs(0))
+    kept = KVCache.make(model.config, 2, window=4, room=4, mesh=mesh)
+    step = lambda tokens: lambda lengths: prefill_prompts(model, jnp.ones((2, tokens), jnp.int32), kept, lengths)[0]
+    assert jax.eval_shape(step(4), jnp.array([4, 3])).shape == (2, 31)
+    with pytest.raises(ValueError, match="a step of 5 tokens, and this cache has room for 4"):
+        jax.eval_shape(step(5), jnp.array([4, 3]))

@@ -155,27 +155,7 @@ class KVCache(Requests):
 
         Raise ValueError if an argument does not fit. To check for room, call :meth:`check_room` before, outside of jit.
         """
-        of = None if rows is None else tuple(checks.check_step_rows(rows, self.spec.batch))
-        batch, most = self.spec.batch if of is None else len(of), tokens * self.spec.ranks
-        positions(layout, self.spec.ranks, tokens)
-        length, ragged = most, True
-        if isinstance(lengths, jax.Array | np.ndarray):
-            if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
-                shape = f"{lengths.dtype} {list(lengths.shape)}"
-                raise ValueError(f"lengths must be integers [{batch}], one for every request, got {shape}")
-            chunk = jnp.clip(jnp.asarray(lengths), 0, most).astype(jnp.int32)
-        else:
-            counts = most if lengths is None else lengths
-            counts = [counts] * batch if is_integer(counts) else counts
-            known = checks.check_lengths(counts, batch, most, "what the shards hold")
-            length, ragged = max(known), len(set(known)) > 1
-            chunk = jnp.asarray(known, jnp.int32)
-        if not fresh:
-            checks.check_tokens(self.spec, max(1, length))
-        held = self._held(of)
-        meta: dict[str, Any] = {"tokens": tokens, "layout": layout, "length": length, "fresh": fresh}
-        meta |= {"ragged": ragged, "rows": of}
-        return DecodeStep(**prefilled(held, chunk, layout, tokens), **meta, before=held.lengths)
+        return chunk_step(self, tokens, layout, lengths, rows, fresh, tokens * self.spec.ranks)
 
     def append(self, layer: int | jax.Array, k: jax.Array, v: jax.Array, step: DecodeStep) -> KVCache:
         """Write k [requests, tokens, kv_heads, head_dim] and v of a layer's new tokens; each rank writes the tokens it caches.
@@ -240,3 +220,33 @@ def _empty(spec: CacheSpec, ranks: int) -> list[jax.Array]:
     counts = [jnp.zeros(shape, jnp.int32) for shape in ((spec.batch, spec.ranks), spec.batch, spec.batch)]
     where = jnp.full((spec.batch, slots), -1, jnp.int32)
     return [*keys, where, *counts, jnp.zeros((spec.batch, spec.remembered), jnp.int16)]
+
+
+def chunk_step(
+    cache: KVCache, tokens: int, layout: str, lengths: Lengths | None, rows: Rows | None, fresh: bool, longest: int
+) -> DecodeStep:
+    """Return the result of ``cache.prefill_step``. If ``lengths`` is an array, no chunk has more than ``longest`` tokens.
+
+    The other arguments are those of ``KVCache.prefill_step``. Raise ValueError if an argument does not fit.
+    """
+    of = None if rows is None else tuple(checks.check_step_rows(rows, cache.spec.batch))
+    batch, most = cache.spec.batch if of is None else len(of), tokens * cache.spec.ranks
+    positions(layout, cache.spec.ranks, tokens)
+    length, ragged = longest, True
+    if isinstance(lengths, jax.Array | np.ndarray):
+        if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+            shape = f"{lengths.dtype} {list(lengths.shape)}"
+            raise ValueError(f"lengths must be integers [{batch}], one for every request, got {shape}")
+        chunk = jnp.clip(jnp.asarray(lengths), 0, longest).astype(jnp.int32)
+    else:
+        counts = most if lengths is None else lengths
+        counts = [counts] * batch if is_integer(counts) else counts
+        known = checks.check_lengths(counts, batch, most, "what the shards hold")
+        length, ragged = max(known), len(set(known)) > 1
+        chunk = jnp.asarray(known, jnp.int32)
+    if not fresh:
+        checks.check_tokens(cache.spec, max(1, length))
+    held = cache._held(of)
+    meta: dict[str, Any] = {"tokens": tokens, "layout": layout, "length": length, "fresh": fresh}
+    meta |= {"ragged": ragged, "rows": of}
+    return DecodeStep(**prefilled(held, chunk, layout, tokens), **meta, before=held.lengths)

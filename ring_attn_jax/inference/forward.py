@@ -21,7 +21,7 @@ from ring_attn_core.validation import is_integer
 from ..axes import ring_size
 from ..data.extents import on_host
 from ..data.layout import to_layout
-from .cache import KVCache
+from .cache import KVCache, chunk_step
 from .decode import tree_attention_decode
 from .prefill import prefill
 from .rank_model import RankModel, is_on, specs_of
@@ -148,8 +148,7 @@ def last_hidden(model: RankModel, cache: KVCache, ids: jax.Array, lengths: Lengt
     ring, axis = model.model.ring, cache.axis_name
     ranks = cache.spec.ranks
     local = padded_local(ring.layout, ranks, ids.shape[1])
-    lengths = jnp.minimum(lengths, ids.shape[1]) if isinstance(lengths, jax.Array) else lengths  # tokens beyond are padding
-    step = cache.prefill_step(local, ring.layout, lengths, fresh=fresh)
+    step = chunk_step(cache, local, ring.layout, lengths, None, fresh, ids.shape[1])
 
     def attend(attention: RingAttention, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         nonlocal cache
