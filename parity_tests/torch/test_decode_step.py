@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ring_attn_torch import KVCache, decode_step, prefill_prompts
+from ring_attn_torch import KVCache, RingTransformer, RotaryEmbedding, decode_step, prefill_prompts
+from ring_attn_torch.inference import forward
+from ring_attn_torch.layers import projections
+from ring_attn_torch.layers.rotary import Turns, turns_at
 
 from .models import Group
 from .test_generate import message_of, model_of
@@ -40,3 +43,24 @@ def test_torch_compile_leaves_a_step_as_it_stands():
     with torch.no_grad():
         assert torch.equal(program(ids, caches[0]), compiled(ids, caches[1]))
     assert caches[1].host_state.lengths == caches[1].lengths.tolist() == [6]
+
+
+def test_layers_with_the_same_rotary_embedding_share_their_turns(monkeypatch):
+    """Each call computes the turns of an embedding once; a whole forward, whose layers compute their own, has the same logits."""
+    model = RingTransformer(31, 16, depth=4, heads=2, rotaries=(100.0, None, 10.0, 100.0), param_dtype="float64")
+    ids = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    with torch.no_grad():
+        whole = model(ids)
+    computed: list[float] = []
+
+    def counted(positions: torch.Tensor, embedding: RotaryEmbedding, dtype: torch.dtype) -> Turns:
+        computed.append(embedding.rotary.base)
+        return turns_at(positions, embedding, dtype)
+
+    for module in (forward, projections):
+        monkeypatch.setattr(module, "turns_at", counted)
+    cache = KVCache.make(model.config, 1, 8, dtype="float64")
+    prompt, cache = prefill_prompts(model, ids[:, :6], cache)
+    step, _ = decode_step(model, ids[:, 6:], cache)
+    assert computed == [100.0, 10.0] * 2
+    assert torch.allclose(torch.cat([prompt[:, None], step], 1), whole[:, 5:], rtol=1e-12, atol=1e-12)

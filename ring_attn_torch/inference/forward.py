@@ -14,6 +14,7 @@ from ring_attn_core.cache import checks
 from ring_attn_core.layouts import padded_local
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.generation import check_ids, windows_of
+from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.validation import is_integer
 
 from ..attend.tiles import accumulation_dtype
@@ -22,6 +23,7 @@ from ..call.prepare import dtype_name
 from ..data.layout import to_layout
 from ..layers.attention import RingAttention
 from ..layers.block import Block
+from ..layers.rotary import Turns, turns_at
 from ..layers.transformer import RingTransformer
 from ..ring.agreement import AgreedCall, agree_on, same_error
 from ..ring.groups import Group, is_dtensor, rank_in, ranks_of, ring_of
@@ -156,9 +158,13 @@ def summed(hidden: Tensor, cache: KVCache) -> Tensor:
 def _through(model: RingTransformer, ids: Tensor, step: DecodeStep, attend: Attend) -> Tensor:
     """Run the blocks on the tokens ``ids`` [b s] at the step's positions, with ``attend`` as attention. Return [b s dim]."""
     x = model.embedded(ids.long())
+    turns: dict[Rotary, Turns] = {}  # computed once for all layers: a few dozen kernels, which take as long as a short product
     for layer, block in enumerate(cast("list[Block]", model.blocks)):
-        over_cache = partial(attend, block.attention, layer)
-        x = block.through(x, partial(block.attention.attended, over_cache, positions=step.positions))
+        over_cache, embedding = partial(attend, block.attention, layer), block.attention.rotary
+        if embedding is not None and embedding.rotary not in turns:
+            turns[embedding.rotary] = turns_at(step.positions, embedding, x.dtype)
+        mine = None if embedding is None else turns[embedding.rotary]
+        x = block.through(x, partial(block.attention.attended, over_cache, positions=mine))
     return x
 
 

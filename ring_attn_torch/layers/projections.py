@@ -14,7 +14,7 @@ from ..ring.agreement import same_error
 from ..ring.groups import ring_of
 from .parts import LinearMap, RMSNorm
 from .ring import LayerRing
-from .rotary import RotaryEmbedding
+from .rotary import RotaryEmbedding, Turns, turns_at
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function ``attend(q, k, v)`` that returns out [b s heads head_dim]."""
@@ -44,7 +44,7 @@ class Projections(nn.Module):
         self,
         attend: Attend,
         x: Tensor,
-        positions: Tensor | None,
+        positions: Tensor | Turns | None,
         context: Tensor | None = None,
         context_positions: Tensor | None = None,
     ) -> Tensor:
@@ -53,8 +53,8 @@ class Projections(nn.Module):
         Keys and values [b t kv_heads head_dim] are projected from ``context`` [b t dim], or from x if ``context`` is None. Before
         attention, q and k are normalized if ``qk_norm`` is set. A rotary embedding, if any, then rotates q by ``positions``. It
         rotates k by ``context_positions``, or without a context by ``positions``. None stands for the positions of the layout.
-        ``attend``: returns [b s heads head_dim]. Raise ValueError if the shapes of x, context or positions do not fit, or if
-        positions are not integers.
+        Without a context, ``positions`` may be their Turns, which several layers share. ``attend``: returns [b s heads head_dim].
+        Raise ValueError if the shapes of x, context or positions do not fit, or if positions are not integers.
         """
         for name, value in (("x", x), ("context", context)):
             if value is not None and (value.ndim != 3 or value.shape[-1] != self.config.dim):
@@ -66,11 +66,15 @@ class Projections(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
-            positions = self.ring.positions(x.shape[1], x.device) if positions is None else positions
-            if context is None:
-                k_positions = positions
-            else:
-                k_positions = self.ring.positions(source.shape[1], x.device) if context_positions is None else context_positions
             with same_error(ring_of(self.ring.group)):
-                q, k = self.rotary(q, positions), self.rotary(k, k_positions)
+                turns = self._turns(q, positions)
+                q, k = turns.of(q), (turns if context is None else self._turns(k, context_positions)).of(k)
         return self.o(attend(q, k, v).flatten(2))
+
+    def _turns(self, x: Tensor, positions: Tensor | Turns | None) -> Turns:
+        """Return the Turns of q or k, x [b s heads head_dim], at ``positions``; None: those of the layout."""
+        if isinstance(positions, Turns):
+            return positions
+        assert self.rotary is not None, "a layer without rotary embedding rotates nothing"
+        positions = self.ring.positions(x.shape[1], x.device) if positions is None else positions
+        return turns_at(positions, self.rotary, x.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import pi
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,28 @@ COARSE = 1024
 """Number of positions from one coarse angle to the next; RotaryEmbedding adds a coarse and a fine angle."""
 TURN = 2**32
 """Number of units in a full turn, if an angle is an integer."""
+
+
+class Turns(NamedTuple):
+    """The cosines and sines of some tokens' angles. Layers with the same rotary embedding may share them.
+
+    ``cos``, ``sin`` [s, 1, head_dim] or [b, s, 1, head_dim]: the cosines of the pairs' angles, twice in a row, and their sines,
+    first with a minus sign.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return x [b s h head_dim] rotated, in x's dtype. Raise ValueError if x has another shape or other tokens."""
+        head_dim, tokens = self.cos.shape[-1], self.cos.shape[:-2]
+        if x.ndim != 4 or x.shape[-1] != head_dim:
+            raise ValueError(f"x must be [batch, tokens, heads, {head_dim}], got {list(x.shape)}")
+        if tokens not in (x.shape[1:2], x.shape[:2]):
+            expected = f"{list(x.shape[1:2])} or {list(x.shape[:2])}"
+            raise ValueError(f"positions of x {list(x.shape)} must be {expected}, got {list(tokens)}")
+        wide = x.to(self.cos.dtype)
+        return (wide * self.cos).addcmul_(wide.roll(head_dim // 2, -1), self.sin).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
@@ -48,33 +71,28 @@ class RotaryEmbedding(nn.Module):
         The functions ``positions`` and ``shard_batch`` return such positions. Raise ValueError if x has another shape, or if
         ``positions`` are not integers or do not match x's tokens.
         """
-        self._check(x, positions)
-        cos, sin = (t[..., None, :] for t in self._turns(positions, accumulation_dtype(x.dtype)))
-        low, high = x.to(cos.dtype).chunk(2, -1)
-        return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)
+        return turns_at(positions, self, x.dtype).of(x)
 
-    def _turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the angles, [..., head_dim / 2] each, times the attention factor, computed in ``dtype``."""
-        pair = torch.arange(self.head_dim // 2, dtype=torch.float64, device=positions.device)
-        frequencies = inverse_frequencies(self.rotary, self.head_dim, pair)
-        positions = positions.long()[..., None]  # COARSE does not fit in int8
-        if dtype == torch.float64:
-            angles = positions * frequencies
-        else:
-            fine, coarse = ((step * frequencies / (2 * pi) % 1 * TURN).round().long() for step in (1, COARSE))
-            turned = positions // COARSE * coarse + positions % COARSE * fine
-            angles = ((turned + TURN // 2) % TURN - TURN // 2).to(dtype) * (2 * pi / TURN)
-        factor = attention_factor(self.rotary)
-        cos, sin = angles.cos(), angles.sin()
-        return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
-    def _check(self, x: Tensor, positions: Tensor) -> None:
-        if x.ndim != 4 or x.shape[-1] != self.head_dim:
-            raise ValueError(f"x must be [batch, tokens, heads, {self.head_dim}], got {list(x.shape)}")
-        if not isinstance(positions, Tensor):
-            raise ValueError(f"positions must be a torch.Tensor, got {in_words(positions)}")
-        if positions.dtype.is_floating_point or positions.dtype == torch.bool:
-            raise ValueError(f"positions must be integers, got {positions.dtype}: rounded ones would turn by wrong angles")
-        if positions.shape not in (x.shape[1:2], x.shape[:2]):
-            expected = f"{list(x.shape[1:2])} or {list(x.shape[:2])}"
-            raise ValueError(f"positions of x {list(x.shape)} must be {expected}, got {list(positions.shape)}")
+def turns_at(positions: Tensor, embedding: RotaryEmbedding, dtype: torch.dtype) -> Turns:
+    """Return the Turns of tokens at global positions, int [s] or [b s], for heads of ``dtype``.
+
+    They are float64 if ``dtype`` is float64, else float32, and contain the attention factor. Raise ValueError if ``positions``
+    are not an integer tensor.
+    """
+    if not isinstance(positions, Tensor):
+        raise ValueError(f"positions must be a torch.Tensor, got {in_words(positions)}")
+    if positions.dtype.is_floating_point or positions.dtype == torch.bool:
+        raise ValueError(f"positions must be integers, got {positions.dtype}: rounded ones would turn by wrong angles")
+    rotary, head_dim, dtype = embedding.rotary, embedding.head_dim, accumulation_dtype(dtype)
+    pair = torch.arange(head_dim // 2, dtype=torch.float64, device=positions.device)
+    frequencies = inverse_frequencies(rotary, head_dim, pair)
+    positions = positions.long()[..., None]  # COARSE does not fit in int8
+    if dtype == torch.float64:
+        angles = positions * frequencies
+    else:
+        fine, coarse = ((step * frequencies / (2 * pi) % 1 * TURN).round().long() for step in (1, COARSE))
+        turned = positions // COARSE * coarse + positions % COARSE * fine
+        angles = ((turned + TURN // 2) % TURN - TURN // 2).to(dtype) * (2 * pi / TURN)
+    cos, sin = (x * attention_factor(rotary) for x in (angles.cos(), angles.sin()))
+    return Turns(torch.cat([cos, cos], -1)[..., None, :], torch.cat([-sin, sin], -1)[..., None, :])
