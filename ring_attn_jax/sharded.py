@@ -77,10 +77,10 @@ def sharded_ring_attention(
     and first head to dropout_offset.
 
     Works with Auto and Explicit mesh axes, inside and outside jit. ``jax.make_mesh`` makes Explicit axes: to train with them,
-    call ``jax.set_mesh(mesh)`` before the weights are made. Works under jax.vmap; its spmd_axis_name may be a mesh axis other
-    than ``axis_name``, ``batch_axes`` and ``head_axis``. Arrays with other shardings are resharded. Outside jit, if a ``Mesh`` is
-    passed, arrays on other devices are copied to the mesh. If a jitted function calls this one, the arguments of the jitted
-    function must be on the mesh's devices, or uncommitted.
+    call ``jax.set_mesh(mesh)`` before the weights are made. Outside jit, jax.grad works on Auto axes or after that call. Works
+    under jax.vmap; its spmd_axis_name may be a mesh axis other than ``axis_name``, ``batch_axes`` and ``head_axis``. Arrays with
+    other shardings are resharded. Outside jit, if a ``Mesh`` is passed, arrays on other devices are copied to the mesh. If a
+    jitted function calls this one, the arguments of the jitted function must be on the mesh's devices, or uncommitted.
 
     Raise ValueError without a mesh, or if the mesh lacks an axis, an axis is named twice, an array dimension is not a multiple of
     the size of its mesh axes, or ring_attention refuses an argument. Raise NotImplementedError if ``axis_name`` is a tuple or

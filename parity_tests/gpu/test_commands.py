@@ -20,7 +20,7 @@ import torch
 from ring_attn_cli.train.loop import lines
 
 from ..support import corpus
-from ..support.programs import PROGRAMS, ROOT, environment, run, started
+from ..support.programs import PROGRAMS, RING_TRAINER, ROOT, environment, run, skip_without_its_packages, started
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -41,8 +41,6 @@ LEFT_OUT = {
     "torch_tensor_parallel.py": "its mesh needs two processes, each with a GPU of its own",
     "torch_dataset.py": "its batches are on the CPU",
 }
-RING_TRAINER = "5.20"
-"""The oldest transformers that RingTrainer takes."""
 TRAIN = """
 steps = 6
 save_every = 2
@@ -72,16 +70,14 @@ texts = 2
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_of_the_docs_runs_as_it_stands_beside_a_gpu(name, tmp_path):
     (tmp_path / name).write_text(PROGRAMS[name])
-    if "RingTrainer" in PROGRAMS[name]:
-        pytest.importorskip("transformers", minversion=RING_TRAINER)
+    skip_without_its_packages(PROGRAMS[name])
     assert run(name, name.split("_")[0], tmp_path, processes=2, variables=SHARED).strip(), "it prints nothing"
 
 
 @pytest.mark.parametrize("name", ON_GPU)
 def test_a_program_of_pytorch_runs_on_the_gpus(name, tmp_path):
     text = ON_GPU[name]
-    if "RingTrainer" in text:
-        pytest.importorskip("transformers", minversion=RING_TRAINER)
+    skip_without_its_packages(text)
     if name in LEFT_OUT and (GPUS < 2 or "CPU" in LEFT_OUT[name]):
         pytest.skip(LEFT_OUT[name])
     moved = text.replace('"gloo"', '"nccl"').replace('mesh("cpu"', 'mesh("cuda"').replace("use_cpu=True", "use_cpu=False")

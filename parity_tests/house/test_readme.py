@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ..support import warm
-from ..support.programs import BLOCK, PAGES, PROGRAM, PROGRAMS, README, ROOT, environment, run
+from ..support.programs import BLOCK, PAGES, PROGRAM, PROGRAMS, README, ROOT, environment, run, skip_without_its_packages
 
 SCREENS = 130
 """The most lines that README.md may have: some three screens."""
@@ -67,11 +67,7 @@ def test_a_program_of_the_docs_runs_as_it_stands(name, tmp_path):
         if not hasattr(gpu_triton, "create_array_parameter"):
             pytest.skip("needs jaxlib's plugin: pip install --no-deps jax-cuda12-plugin")
         pytest.importorskip("triton")
-    for package in ("trl", "datasets", "diffusers", "torchtitan"):
-        if re.search(rf"^(from|import) {package}\b", PROGRAMS[name], re.M):
-            pytest.importorskip(package)
-    if "RingTrainer" in PROGRAMS[name]:
-        pytest.importorskip("transformers", minversion="5.20", reason="RingTrainer needs it")
+    skip_without_its_packages(PROGRAMS[name])
     framework = name.split("_")[0]
     pytest.importorskip(framework)
     (tmp_path / name).write_text(PROGRAMS[name])
@@ -79,10 +75,9 @@ def test_a_program_of_the_docs_runs_as_it_stands(name, tmp_path):
 
 
 def run_warm(arguments: list[str], framework: str, folder: Path = ROOT, processes: int = 4) -> str:
-    """Run a program in processes that have made the imports, ``processes`` of them for PyTorch."""
-    return warm.run(
-        arguments, framework, folder, environment({"XLA_FLAGS": warm.QUICK}), processes if framework == "torch" else None
-    )
+    """Run a program in processes that have made the imports: ``processes`` of PyTorch, or one of JAX with as many devices."""
+    variables = environment({"XLA_FLAGS": warm.QUICK, "JAX_NUM_CPU_DEVICES": str(processes)})
+    return warm.run(arguments, framework, folder, variables, processes if framework == "torch" else None)
 
 
 @pytest.mark.parametrize(("framework", "processes", "ranks"), [("torch", 1, "01"), ("torch", 2, "02 12"), ("jax", 4, "None")])

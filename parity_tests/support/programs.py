@@ -8,12 +8,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in (README, *sorted((ROOT / "docs").glob("**/*.md")))}
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PROGRAM = re.compile(r"# ((jax|torch)_\w+\.py)\n(.*)", re.DOTALL)
 PROGRAMS = {name: body for page in PAGES.values() for block in BLOCK.findall(page) for name, _, body in PROGRAM.findall(block)}
+
+RING_TRAINER = "5.20"
+"""The oldest transformers that RingTrainer takes."""
+
+
+def skip_without_its_packages(text: str) -> None:
+    """Skip the test if an optional package that a program imports is not installed."""
+    for package in ("trl", "datasets", "diffusers", "torchtitan"):
+        if re.search(rf"^(from|import) {package}\b", text, re.M):
+            pytest.importorskip(package)
+    if "RingTrainer" in text:
+        pytest.importorskip("transformers", minversion=RING_TRAINER, reason="RingTrainer needs it")
 
 
 def run(

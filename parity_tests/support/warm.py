@@ -123,6 +123,8 @@ def _program(arguments: list[str], folder: str, variables: dict[str, str], out: 
     os.environ.update(variables)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+    if "jax" in sys.modules and "JAX_NUM_CPU_DEVICES" in variables:  # JAX reads it on import
+        sys.modules["jax"].config.update("jax_num_cpu_devices", int(variables["JAX_NUM_CPU_DEVICES"]))
     try:
         if arguments[0] == "-m":
             sys.argv, sys.path[0] = arguments[1:], folder
