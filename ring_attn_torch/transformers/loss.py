@@ -41,7 +41,7 @@ def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_lo
     fields = dict(output) if isinstance(output, ModelOutput) else None
     name = next((name for name in ("logits", "last_hidden_state") if fields and name in fields), None)
     result = fields[name] if fields is not None and name else output if isinstance(output, Tensor) else output[0]
-    if not batch.head_sums and result.shape[:2] != (batch.batch, len(batch.index)):
+    if batch.summed_vocab is None and result.shape[:2] != (batch.batch, len(batch.index)):
         what = f"the head of {type(model).__name__}, which returns {list(result.shape)},"
         raise ValueError(f"{what} {row_head_remedy(model)}")
     changed: dict[str, Tensor | None] = {}
@@ -51,7 +51,7 @@ def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_lo
         changed |= with_routers(model, fields["aux_loss"], changed.get("loss"), batch.ring.group, factor)
     if fields is not None and fields.get("pooler_output") is not None:
         changed["pooler_output"] = None  # it would be that of a shard's first token
-    if batch.head_sums:
+    if batch.summed_vocab is not None:
         result = None
     elif gather_logits:
         result = gather(result, group=batch.ring.group, layout=batch.ring.layout, length=batch.length)
@@ -68,8 +68,9 @@ def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Te
     """
     group, ignored, divisor = batch.ring.group, batch.ignore_index, batch.divisor
     reduction = "mean" if divisor is None else "sum"
-    if batch.head_sums:
-        total = over_ranks(result.reshape(()), labels_of(labels, ignored, 1, batch.label_weights, result.dtype), group, reduction)
+    if batch.summed_vocab is not None:
+        tokens = labels_of(labels, ignored, 1, batch.label_weights, result.dtype)
+        total = over_ranks(result.reshape(()), tokens, group, reduction, batch.summed_vocab)
     else:
         weights: dict[str, Any] = {"label_weights": batch.label_weights}
         total = loss_of(result, labels, **weights, reduction=reduction, group=group, ignore_index=ignored)
@@ -128,7 +129,7 @@ class ChunkedHead:
         ValueError if the head gets the hidden states of only some tokens, or if the head's weight is a DTensor.
         """
         made: list[Tensor] = []
-        batch.head_sums = True
+        batch.summed_vocab = self.linear.out_features
 
         def forward(hidden: Tensor) -> Tensor:
             if hidden.shape[:-1].numel() != labels.numel():

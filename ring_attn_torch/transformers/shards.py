@@ -145,8 +145,8 @@ class GlobalBatch(RunningCall):
     """The submodel that reads image features, and its arguments for this rank; None if the model itself or nothing reads them."""
     present: Tensor | None = None
     """``bool`` [batch, local], False for padding, which the auxiliary loss of routers leaves out."""
-    head_sums: bool = False
-    """True if the model's head returns the sum of the losses in place of logits (``ChunkedHead``)."""
+    summed_vocab: int | None = None
+    """The vocabulary of a head that returns the sum of the losses (``ChunkedHead``); None: the head returns logits."""
     known: dict[Pattern, LayerMask] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
