@@ -102,6 +102,11 @@ def test_dropout_is_that_of_ring_attention():
     ends = torch.tensor([0, 9])
     packed = functional.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 9, 9, causal=True, **dropped)
     assert torch.equal(packed, expected[0])
+    whole = functional.flash_attn_func(q, k, v, causal=True)
+    for nothing in (0, np.float32(0)):
+        assert torch.equal(functional.flash_attn_func(q, k, v, causal=True, dropout_p=nothing), whole)
+    with pytest.raises(ValueError, match=r"dropout_p must be a number, got Tensor of shape \[\]: pass a float"):
+        functional.flash_attn_func(q, k, v, dropout_p=torch.tensor(0.0))
 
 
 def test_tokens_after_the_last_document_have_out_0_and_change_nothing():

@@ -14,7 +14,7 @@ from ring_attn_core.data.dense_masks import DenseMaskArguments
 from ring_attn_core.layouts import named
 from ring_attn_core.masks import full
 from ring_attn_core.plan.ring import RingPlan
-from ring_attn_core.validation import in_words
+from ring_attn_core.validation import as_number, in_words
 
 from ..call.signature import ring_attention
 from ..ring.agreement import same_error
@@ -108,8 +108,14 @@ def check_dims(arrays: dict[str, Any], *axes: str) -> None:
 
 
 def dropout_of(dropout_p: float, dropout_seed: int | Tensor | None) -> Arguments:
-    """Return dropout as arguments of ``ring_attention``. Raise ValueError if the rate is not 0 and the seed is None."""
-    if isinstance(dropout_p, float | int) and not dropout_p:
+    """Return dropout as arguments of ``ring_attention``.
+
+    Raise ValueError if the rate is not a number, or if it is not 0 and the seed is None.
+    """
+    dropout_p = as_number(dropout_p)
+    if not isinstance(dropout_p, float | int):
+        raise ValueError(f"dropout_p must be a number, got {in_words(dropout_p)}: pass a float")
+    if not dropout_p:
         return {}
     if dropout_seed is None:
         raise ValueError(
