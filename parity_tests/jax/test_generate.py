@@ -253,7 +253,14 @@ def test_no_token_of_a_prompt_is_taken_from_its_padding():
         with pytest.raises(ValueError, match=r"lengths\[1\]=7: it must be 0 to 5, what ids hold"):
             prefill_prompts(model, ids, kept, known)
     cut = jax.jit(lambda kept, lengths: prefill_prompts(model, ids, kept, lengths, fresh=True)[1].lengths)
-    assert cut(kept, lengths).tolist() == [4, 5]
+    assert cut(kept, lengths).tolist() == cut(kept, [4, 7]).tolist() == [4, 5]
+
+
+def test_room_is_checked_for_lengths_in_an_array():
+    kept = KVCache.make(model_of("features", 2, "float32").config, 2, 24, dtype="float32", mesh=mesh_of(2))
+    assert kept.check_room(jnp.array([24, 7]), "zigzag") is kept
+    with pytest.raises(ValueError, match="request 1 has 0 tokens, and 25 more exceed the capacity of 24"):
+        kept.check_room(jnp.array([7, 25]))
 
 
 def test_a_chunk_of_traced_lengths_may_fill_the_room_of_a_window():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -37,6 +39,17 @@ def test_rotary_is_right_at_a_million_tokens_and_for_positions_of_every_row():
     for row in range(2):
         exact = rotate(x[row : row + 1].astype(np.float64), where[row], base=500000.0)
         np.testing.assert_allclose(turned[row : row + 1], exact, atol=1e-5)
+
+
+def test_vmap_over_rows_or_positions_is_exact_without_a_warning():
+    rotary, x, where = RotaryEmbedding(8), torch.randn(3, 2, 4, 1, 8), torch.arange(4)
+    several = torch.stack([where, where + 1, where + 5])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        of_rows = torch.func.vmap(lambda x: rotary(x, where))(x)
+        of_positions = torch.func.vmap(lambda where: rotary(x[0], where))(several)
+    assert torch.equal(of_rows, torch.stack([rotary(each, where) for each in x]))
+    assert torch.equal(of_positions, torch.stack([rotary(x[0], each) for each in several]))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])

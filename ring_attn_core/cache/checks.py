@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..validation import in_words, is_integer
+from ..validation import in_words, is_integer, is_traced
 from .spec import DTYPES, FP8, CacheSizes, CacheSpec
 
 
@@ -58,8 +58,9 @@ def check_shards(spec: CacheSpec, counts: Sequence[int], held: Sequence[int], ro
 def check_lengths(lengths: Any, batch: int, most: int, what: str) -> list[int]:
     """Return ``lengths`` as ints. Raise ValueError if they are not one int in 0 .. ``most`` for each request.
 
-    ``what``: the last words of the message, which explain ``most``.
+    ``lengths``: a sequence or an array. ``what``: the last words of the message, which explain ``most``.
     """
+    lengths = lengths.tolist() if getattr(lengths, "ndim", 0) == 1 and not is_traced(lengths) else lengths
     values = list(lengths) if isinstance(lengths, Sequence) else [lengths]
     if len(values) != batch or not all(is_integer(x) for x in values):
         raise ValueError(f"lengths must be {batch} ints, one for every request, got {in_words(lengths)}: {lengths!r}")

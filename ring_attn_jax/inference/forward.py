@@ -16,7 +16,7 @@ from ring_attn_core.cache import checks
 from ring_attn_core.layouts import padded_local
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.generation import check_ids, windows_of
-from ring_attn_core.validation import is_integer
+from ring_attn_core.validation import is_integer, is_traced
 
 from ..axes import ring_size
 from ..data.extents import on_host
@@ -84,6 +84,8 @@ def prefill_prompts(
     """
     _check(model, ids, cache)
     counts = ids.shape[1] if lengths is None else lengths
+    if isinstance(counts, list | tuple) and any(map(is_traced, counts)):  # an argument of jit
+        counts = jnp.stack(counts)
     known = isinstance(counts, int | list | tuple)
     if known or on_host(counts) is not None:
         host_counts = counts if known else on_host(counts).tolist()  # type: ignore[union-attr]  # read just above

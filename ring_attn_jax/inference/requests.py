@@ -52,7 +52,7 @@ class Requests:
         sharded = {"k": keys, "v": keys, "positions": PartitionSpec(None, self.axis_name)}
         return replace(self, **{name: sharded.get(name, same) for name in DATA})
 
-    def check_room(self, tokens: int | Sequence[int] = 1, layout: str | None = None) -> Self:
+    def check_room(self, tokens: Lengths = 1, layout: str | None = None) -> Self:
         """Raise ValueError if a request has no room for ``tokens`` more tokens; else return the cache.
 
         ``tokens``: an int for all requests, or one int each. With ``layout``, the tokens are a chunk for prefill, and each rank

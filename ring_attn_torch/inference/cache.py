@@ -39,7 +39,7 @@ class LayerPart(NamedTuple):
     v_scale: Tensor | None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class KVCache(Requests):
     """The keys and values of a batch of requests for every layer, sharded over the ranks of a ring; see ``docs/cache.md``.
 

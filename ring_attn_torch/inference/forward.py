@@ -23,7 +23,7 @@ from ..call.prepare import dtype_name
 from ..data.layout import to_layout
 from ..layers.attention import RingAttention
 from ..layers.block import Block
-from ..layers.rotary import Turns, turns_at
+from ..layers.rotary import Turns, shares_turns, turns_at
 from ..layers.transformer import RingTransformer
 from ..ring.agreement import AgreedCall, agree_on, same_error
 from ..ring.groups import Group, is_dtensor, rank_in, ranks_of, ring_of
@@ -160,11 +160,12 @@ def _through(model: RingTransformer, ids: Tensor, step: DecodeStep, attend: Atte
     x = model.embedded(ids.long())
     turns: dict[Rotary, Turns] = {}  # computed once for all layers: a few dozen kernels, which take as long as a short product
     for layer, block in enumerate(cast("list[Block]", model.blocks)):
-        over_cache, embedding = partial(attend, block.attention, layer), block.attention.rotary
-        if embedding is not None and embedding.rotary not in turns:
-            turns[embedding.rotary] = turns_at(step.positions, embedding, x.dtype)
-        mine = None if embedding is None else turns[embedding.rotary]
-        x = block.through(x, partial(block.attention.attended, over_cache, positions=mine))
+        over_cache, embedding, positions = partial(attend, block.attention, layer), block.attention.rotary, step.positions
+        if shares_turns(embedding):
+            if embedding.rotary not in turns:
+                turns[embedding.rotary] = turns_at(step.positions, embedding, x.dtype)
+            positions = turns[embedding.rotary]
+        x = block.through(x, partial(block.attention.attended, over_cache, positions=positions))
     return x
 
 

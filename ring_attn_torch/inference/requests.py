@@ -31,7 +31,7 @@ Rows = int | Sequence[int]
 VERSIONS = count()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Requests:
     """The arrays of a cache, described in :class:`KVCache`, and the operations on its requests between steps.
 
@@ -66,6 +66,10 @@ class Requests:
         self.version = next(VERSIONS)
         self.scaled = set(range(self.spec.sizes.layers)) if self.spec.scaled or not self.spec.float8 else set()
 
+    def __repr__(self) -> str:
+        """Return the lengths that the host knows and the sizes, not the numbers in the tensors."""
+        return f"KVCache(lengths={self.host_state.lengths}, {self.spec})"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a copy of the cache on the same group; a process group cannot be copied."""
         memo[id(self.group)] = self.group
@@ -78,7 +82,7 @@ class Requests:
         """Return the process group of the ring."""
         return group_of(group_name(self.group))
 
-    def check_room(self, tokens: int | Sequence[int] = 1, layout: str | None = None) -> Self:
+    def check_room(self, tokens: Lengths = 1, layout: str | None = None) -> Self:
         """Raise ValueError if a request has no room for ``tokens`` more tokens; else return the cache.
 
         ``tokens``: an int for all requests, or one int each. With ``layout``, the tokens are a chunk for prefill, and each rank

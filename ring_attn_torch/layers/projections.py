@@ -14,7 +14,7 @@ from ..ring.agreement import same_error
 from ..ring.groups import ring_of
 from .parts import LinearMap, RMSNorm
 from .ring import LayerRing
-from .rotary import RotaryEmbedding, Turns, turns_at
+from .rotary import RotaryEmbedding, Turns, shares_turns, turns_at
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function ``attend(q, k, v)`` that returns out [b s heads head_dim]."""
@@ -66,15 +66,13 @@ class Projections(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
+            where = self.ring.positions(x.shape[1], x.device) if positions is None else positions
+            if context is None:
+                k_where = where
+            else:
+                k_where = self.ring.positions(source.shape[1], x.device) if context_positions is None else context_positions
             with same_error(ring_of(self.ring.group)):
-                turns = self._turns(q, positions)
-                q, k = turns.of(q), (turns if context is None else self._turns(k, context_positions)).of(k)
+                if context is None and not isinstance(where, Turns) and shares_turns(self.rotary):
+                    where = k_where = turns_at(where, self.rotary, q.dtype)
+                q, k = self.rotary(q, where), self.rotary(k, k_where)
         return self.o(attend(q, k, v).flatten(2))
-
-    def _turns(self, x: Tensor, positions: Tensor | Turns | None) -> Turns:
-        """Return the Turns of q or k, x [b s heads head_dim], at ``positions``; None: those of the layout."""
-        if isinstance(positions, Turns):
-            return positions
-        assert self.rotary is not None, "a layer without rotary embedding rotates nothing"
-        positions = self.ring.positions(x.shape[1], x.device) if positions is None else positions
-        return turns_at(positions, self.rotary, x.dtype)

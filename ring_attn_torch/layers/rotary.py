@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import pi
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,9 @@ class Turns(NamedTuple):
             expected = f"{list(x.shape[1:2])} or {list(x.shape[:2])}"
             raise ValueError(f"positions of x {list(x.shape)} must be {expected}, got {list(tokens)}")
         wide = x.to(self.cos.dtype)
-        return (wide * self.cos).addcmul_(wide.roll(head_dim // 2, -1), self.sin).to(x.dtype)
+        turned = wide * self.cos
+        wide = wide.roll(head_dim // 2, -1)  # frees the array that it replaces
+        return torch.addcmul(turned, wide, self.sin).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):
@@ -65,13 +67,19 @@ class RotaryEmbedding(nn.Module):
         self.head_dim, self.rotary = as_number(head_dim), Rotary(base, scaling)
         check_rotary(self.head_dim, self.rotary)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | Turns) -> Tensor:
         """Rotate x [b s h head_dim] by the global positions of its tokens, int [s] or [b s]; return a tensor like x.
 
         The functions ``positions`` and ``shard_batch`` return such positions. Raise ValueError if x has another shape, or if
-        ``positions`` are not integers or do not match x's tokens.
+        ``positions`` are not integers or do not match x's tokens. Layers may pass the Turns at the positions instead.
         """
-        return turns_at(positions, self, x.dtype).of(x)
+        turns = positions if isinstance(positions, Turns) else turns_at(positions, self, x.dtype)
+        return turns.of(x)
+
+
+def shares_turns(embedding: nn.Module | None) -> TypeGuard[RotaryEmbedding]:
+    """Return False for None, and for a module in place of a RotaryEmbedding, or of a subclass, with a forward of its own."""
+    return isinstance(embedding, RotaryEmbedding) and type(embedding).forward is RotaryEmbedding.forward
 
 
 def turns_at(positions: Tensor, embedding: RotaryEmbedding, dtype: torch.dtype) -> Turns:

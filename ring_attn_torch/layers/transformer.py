@@ -205,7 +205,7 @@ class RingTransformer(nn.Module):
         seed: int = 0,
         on_token: OnToken | None = None,
         chunk: int | None = None,
-        cache_dtype: str | None = None,
+        cache_dtype: torch.dtype | str | None = None,
         progress: Progress | None = None,
     ) -> list[list[int]]:
         """Return the new tokens of each prompt, at most ``max_new_tokens``, up to and including the first stop id.
@@ -235,6 +235,7 @@ class RingTransformer(nn.Module):
         from ..inference.generate import generated
 
         arguments: dict[str, Any] = {"prompts": prompts, "new": max_new_tokens, "stop": stop, "chunk": chunk}
+        cache_dtype = dtype_name(cache_dtype) if isinstance(cache_dtype, torch.dtype) else cache_dtype
         arguments |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "cache_dtype": cache_dtype}
         return generated(self, arguments, on_token, progress)
 
