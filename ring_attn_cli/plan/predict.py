@@ -149,14 +149,15 @@ def _table(problem: Problem) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("strategy", no_wrap=True)
     for name in ("forward ms", "backward", "efficiency", "sent GiB", "backward", "memory GiB"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for strategy in candidates(load, machine):
         held = memory(name_of(strategy), load, group_of(strategy, problem.ranks))
         seconds = predicted.get(str(strategy))
         if seconds is None:
-            times = ["", "does not fit", ""]
+            times = ["", "too large", ""]
         else:
-            times = [f"{seconds.forward * 1e3:,.2f}", f"{seconds.backward * 1e3:,.2f}", f"{ideal / seconds.both:.0%}"]
+            passes = [1e3 * each for each in (seconds.forward, seconds.backward)]
+            times = [*(f"{ms:,.2f}" if ms < 1000 else f"{ms:,.0f}" for ms in passes), f"{ideal / seconds.both:.0%}"]
         table.add_row(str(strategy), *times, *sent(problem, strategy), f"{held / 2**30:.2f}")
     table.caption = (
         "efficiency: products alone over both passes; sent: by the rank that\n"
