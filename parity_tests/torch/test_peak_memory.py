@@ -55,10 +55,10 @@ def saved_bytes(model: RingTransformer) -> Counter[str]:
     with saved_tensors_hooks(pack, lambda x: x):
         model.blocks[0](x, torch.arange(TOKENS))
     found: Counter[str] = Counter()
-    shared = (TOKENS, 1, config.head_dim // 2)
+    shared = (TOKENS, 1, config.head_dim)
     for place, array in arrays.items():
         if TOKENS in array.shape and place not in weights_at:
-            name = {config.hidden: "MLP", config.dim: "stream", config.heads: "lse", config.head_dim // 2: "angles"}
+            name = {config.hidden: "MLP", config.dim: "stream", config.heads: "lse"}
             last = array.shape[-1]
             flat = last == config.heads * config.head_dim
             what = "angles" if array.shape == shared else "heads" if flat or last == config.head_dim else name.get(last, "norm")

@@ -127,13 +127,13 @@ def block_saved(config: TransformerConfig, tokens: int, mlp_chunk: int | None = 
     does on a GPU; on a CPU it saves two float32 arrays instead.
     """
     c, q, kv = compute_bytes(config), config.heads * config.head_dim, config.kv_heads * config.head_dim
-    angles = 0 if config.rotary is None and config.rotaries is None else 4
+    angles = 0 if config.rotary is None and config.rotaries is None else 2
     chunk = 0 if mlp_chunk is not None else tokens
     return (
         Term("attention's input", tokens * config.dim * c, "T d c: behind the first norm"),
         Term("q, k, v", tokens * (q + 2 * kv) * c, "T (h + 2 g) e c: behind the rotary embedding"),
         Term("heads to norm", tokens * (q + kv) * c * config.qk_norm, "T (h + g) e c: q and k before their norms"),
-        Term("angles", tokens * angles * (config.head_dim // 2) * 4, "8 T e: cos and sin of q and of k, in float32"),
+        Term("angles", tokens * angles * config.head_dim * 4, "8 T e: cos and sin, the same for q and k, in float32"),
         Term("sum", tokens * config.dim * c, "T d c: the input and attention, which the second norm takes"),
         Term("MLP's input", tokens * config.dim * c, "T d c: behind the second norm"),
         Term(
@@ -220,7 +220,7 @@ def _rotary(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
         Term(
             "queries turned",
             tokens * q * (12 + c),
-            "T h e (12 + c): before they are turned, in float32, turned by halves and put together",
+            "T h e (12 + c): before they are turned, in float32, times cos, and rolled or turned",
         ),
     )
 
