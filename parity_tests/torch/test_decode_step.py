@@ -94,6 +94,14 @@ def test_a_rotary_embedding_with_a_forward_of_its_own_keeps_it_in_the_whole_forw
     assert torch.allclose(torch.cat([prompt[:, None], step], 1), whole[:, 3:], rtol=1e-12, atol=1e-12)
 
 
+def test_a_forward_set_on_a_rotary_embedding_gets_positions():
+    layer, seen = RingAttention(16, 2), []
+    assert layer.rotary is not None
+    layer.rotary.forward = lambda x, positions: seen.append(positions.tolist()) or x  # type: ignore[method-assign]
+    layer(torch.ones(1, 4, 16))
+    assert seen == [[0, 1, 2, 3]] * 2
+
+
 def test_hooks_of_a_rotary_embedding_run():
     layer, seen = RingAttention(16, 2), []
     assert layer.rotary is not None

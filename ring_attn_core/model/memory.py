@@ -220,7 +220,7 @@ def _rotary(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
         Term(
             "queries turned",
             tokens * q * (12 + c),
-            "T h e (12 + c): before they are turned, in float32, times cos, and rolled or turned",
+            "T h e (12 + c): before they are turned, and three arrays in float32: their copy, it times cos, it rolled",
         ),
     )
 

@@ -22,8 +22,8 @@ TURN = 2**32
 class Turns(NamedTuple):
     """The cosines and sines of some tokens' angles. Layers with the same rotary embedding may share them.
 
-    ``cos``, ``sin`` [s, 1, head_dim] or [b, s, 1, head_dim]: the cosines of the pairs' angles, twice in a row, and their sines,
-    first with a minus sign.
+    ``cos``, ``sin`` [s, 1, head_dim] or [b, s, 1, head_dim]: along the last dimension ``cos`` is (cosines, cosines) of the pairs'
+    angles, and ``sin`` is (-sines, sines).
     """
 
     cos: Tensor
@@ -78,8 +78,10 @@ class RotaryEmbedding(nn.Module):
 
 
 def shares_turns(embedding: nn.Module | None) -> TypeGuard[RotaryEmbedding]:
-    """Return False for None, and for a module in place of a RotaryEmbedding, or of a subclass, with a forward of its own."""
-    return isinstance(embedding, RotaryEmbedding) and type(embedding).forward is RotaryEmbedding.forward
+    """Return True if ``embedding`` has the forward of RotaryEmbedding, which takes Turns; a user's own takes positions only."""
+    if not isinstance(embedding, RotaryEmbedding) or "forward" in embedding.__dict__:
+        return False
+    return type(embedding).forward is RotaryEmbedding.forward
 
 
 def turns_at(positions: Tensor, embedding: RotaryEmbedding, dtype: torch.dtype) -> Turns:
