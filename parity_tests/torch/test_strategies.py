@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from ring_attn_core import Ulysses, causal, full, sliding_window
 from ring_attn_core.problem.traffic import Traffic, traffic
+from ring_attn_core.reference.tolerance import relative_error
 from ring_attn_torch import RingAttention, dilated_attention, positions, ring_attention, summary_attention
 from ring_attn_torch.ring import transfer
 
@@ -195,25 +195,26 @@ def test_one_rank_computes_as_ever():
 
 
 def variants(group: Any, strategy: Any) -> list[Any]:
-    """What calls composed of ring attentions give under a strategy, and the error of one that it cannot run."""
+    """What calls composed of ring attentions give under a strategy, in float64, and the gradients of a random sum of it."""
     draw = torch.Generator().manual_seed(torch.distributed.get_rank(group))
-    q, k, v = (torch.randn(1, 8, heads, 8, generator=draw) for heads in (8, 4, 4))
+    random_array = partial(torch.randn, generator=draw, dtype=torch.float64)
+    q, k, v, x = (random_array(1, 8, *rest).requires_grad_() for rest in ((8, 8), (4, 8), (4, 8), (32,)))
     ring: Any = {"group": group, "strategy": strategy}
-    layer = RingAttention(32, 4, kv_heads=2, head_dim=8, group=group, strategy=strategy)
+    layer = RingAttention(32, 4, kv_heads=2, head_dim=8, group=group, strategy=strategy).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.linspace(-0.3, 0.3, parameter.numel()).view(parameter.shape))
-        x = torch.randn(1, 8, 32, generator=draw)
-        results = [
-            dilated_attention(q, k, v, segments=(16, 32), dilations=(1, 2), **ring),
-            summary_attention(q, k, v, torch.ones(1, 4, 8), block=4, window=6, **ring),
-            layer(x, torch.tensor(positions("zigzag", 4, 32, torch.distributed.get_rank(group)))),
-        ]
-    return [x.numpy() for x in results]
+    results = [
+        dilated_attention(q, k, v, segments=(16, 32), dilations=(1, 2), **ring),
+        summary_attention(q, k, v, torch.ones(1, 4, 8, dtype=q.dtype), block=4, window=6, **ring),
+        layer(x, torch.tensor(positions("zigzag", 4, 32, torch.distributed.get_rank(group)))),
+    ]
+    gradients = torch.autograd.grad(results, (q, k, v, x, *layer.parameters()), [random_array(*out.shape) for out in results])
+    return [x.detach().numpy() for x in (*results, *gradients)]
 
 
 @pytest.mark.parametrize("strategy", one_of_each(2, STRATEGIES.values()), ids=STRATEGIES)
 def test_layers_and_variants_are_the_same_under_every_strategy(gloo, strategy):
     for mine, theirs in zip(gloo(4, variants, strategy), gloo(4, variants, "ring"), strict=True):
         for a, b in zip(mine, theirs, strict=True):
-            np.testing.assert_allclose(a, b, rtol=0, atol=2e-6)
+            assert relative_error(a, b) <= 1e-12
