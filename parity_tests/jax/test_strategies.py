@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +24,13 @@ from jax.sharding import AxisType
 from ring_attn_core import TwoLevel, Ulysses, full, sliding_window
 from ring_attn_core.problem.traffic import traffic
 from ring_attn_core.reference.tolerance import relative_error
-from ring_attn_jax import from_layout, sharded_ring_attention, to_layout
+from ring_attn_jax import (
+    from_layout,
+    sharded_dilated_attention,
+    sharded_ring_attention,
+    sharded_summary_attention,
+    to_layout,
+)
 
 from ..support.cases import Case, check, check_future_unseen, check_same
 from ..support.selection import first, one_of_each
@@ -222,6 +228,31 @@ def test_vmap_maps_every_strategy(strategy):
     ring = partial(sharded_ring_attention, mesh=mesh_of(4), mask=full(), strategy=strategy)
     mapped = jax.jit(jax.vmap(ring))(*inputs)
     np.testing.assert_allclose(mapped[1], ring(*(x[1] for x in inputs)), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("strategy", first(LAST_FIRST.values(), 0, 3), ids=LAST_FIRST)
+def test_variants_are_the_same_under_every_strategy(strategy):
+    for mine, theirs in zip(variants(strategy), variants("ring"), strict=True):
+        assert relative_error(mine, theirs) <= 1e-12
+
+
+@cache
+def variants(strategy: Any) -> list[np.ndarray]:
+    """What calls composed of ring attentions give under a strategy, in float64, and the gradients of a random sum of it."""
+    rng = np.random.default_rng(1)
+    q, k, v, *douts = (rng.standard_normal((1, 32, heads, 8)) for heads in (8, 4, 4, 8, 8))
+
+    def attention(q, k, v):
+        ring: Any = {"mesh": mesh_of(4), "strategy": strategy}
+        dilated = sharded_dilated_attention(q, k, v, segments=(16, 32), dilations=(1, 2), **ring)
+        return dilated, sharded_summary_attention(q, k, v, jnp.ones((1, 4, 8), q.dtype), block=4, window=6, **ring)
+
+    def with_gradients(*inputs):
+        out, backward = jax.vjp(attention, *inputs)
+        return [*out, *backward(tuple(douts))]
+
+    with jax.enable_x64(True):
+        return list(map(np.asarray, jax.jit(with_gradients)(q, k, v)))
 
 
 def test_one_rank_computes_as_ever():
