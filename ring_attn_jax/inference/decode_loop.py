@@ -110,7 +110,7 @@ def programs(graph: Any, tree: Any, mesh: Mesh, specs: Specs) -> Programs:
 
         def on_rank(weights: Any, cache: KVCache, inputs: Any) -> Any:
             hidden, (ids, lengths, ends) = inputs
-            last, cache = last_hidden(model_of(weights), cache, ids, lengths if equal is None else equal, fresh)
+            last, cache = last_hidden(model_of(weights), cache, ids, lengths if equal is None else equal, fresh, ids.shape[1])
             return jnp.where(ends[:, None], last, hidden), cache
 
         return mapped(on_rank, cache)(weights, cache, (hidden, chunk))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,7 +25,7 @@ from ..data.layout import to_layout
 from .cache import KVCache, chunk_step
 from .decode import tree_attention_decode
 from .prefill import prefill
-from .rank_model import RankModel, is_on, specs_of
+from .rank_model import RankModel, Specs, is_on, specs_of
 from .requests import Lengths
 from .step import DecodeStep
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 Attend = Callable[["RingAttention", int, jax.Array, jax.Array, jax.Array], jax.Array]
 """A function ``attend(attention, layer, q, k, v)`` that returns the output of a layer's attention; ``layer`` is its index."""
+OnRank = Callable[[RankModel, KVCache, Any], tuple[jax.Array, KVCache]]
+"""A function ``on_rank(model, cache, new)`` that returns logits and the cache; ``new``: a tuple of arguments."""
 
 
 def decode_step(
@@ -51,7 +54,7 @@ def decode_step(
     the same on every rank. ``cache``: made for ``model.config`` over the model's ring, in the model's compute dtype or float8.
     Its window is None or at least the widest window of a layer. ``valid``: True for real tokens. Other tokens may be anywhere in
     a row; they are not cached, and their logits are undefined. Each rank attends to its part of the cache, and all ranks
-    return the same logits. Dropout is off. Call ``decode_step`` inside jax.jit, with the cache donated.
+    return the same logits. Dropout is off. Outside jax.jit a step copies the cache; inside, with the cache donated, it does not.
 
     The logits equal those of the model on the whole sequence up to rounding: sums are computed in another order, and a float8
     cache rounds keys and values. To check for room, call ``cache.check_room`` before.
@@ -83,28 +86,24 @@ def prefill_prompts(
     is False.
     """
     _check(model, ids, cache)
-    counts = ids.shape[1] if lengths is None else lengths
+    counts, longest = ids.shape[1] if lengths is None else lengths, ids.shape[1]
     if isinstance(counts, list | tuple) and any(map(is_traced, counts)):  # an argument of jit
         counts = jnp.stack(counts)
-    known = isinstance(counts, int | list | tuple)
-    if known or on_host(counts) is not None:
-        host_counts = counts if known else on_host(counts).tolist()  # type: ignore[union-attr]  # read just above
-        checks.check_lengths(
-            [host_counts] * len(ids) if is_integer(host_counts) else host_counts, ids.shape[0], ids.shape[1], "what ids hold"
-        )
-
-    def prompted(model: RankModel, cache: KVCache, new: tuple[jax.Array, Any]) -> tuple[jax.Array, KVCache]:
-        ids, lengths = new
-        hidden, cache = last_hidden(model, cache, ids, counts if known else lengths, fresh)
-        return logits_of(model, hidden), cache
-
-    return _on_ring(prompted, model, cache, (ids, None if known else counts))
+    known = counts if isinstance(counts, int | list | tuple) else on_host(counts)
+    if known is not None:
+        rows = known if isinstance(known, int | list | tuple) else known.tolist()
+        rows = [rows] * len(ids) if is_integer(rows) else rows
+        of_rows = checks.check_lengths(rows, ids.shape[0], ids.shape[1], "what ids hold")
+        if isinstance(counts, list | tuple):
+            counts, longest = jnp.asarray(counts, jnp.int32), max(of_rows, default=0)
+    equal, of_each = (counts, None) if isinstance(counts, int) else (None, counts)
+    return _on_ring(_Prompted(equal, longest, fresh), model, cache, (ids, of_each))
 
 
-def _on_ring(function: Callable[..., Any], model: RingTransformer, cache: KVCache, new: tuple[Any, ...]) -> Any:
+def _on_ring(function: OnRank, model: RingTransformer, cache: KVCache, new: tuple[Any, ...]) -> Any:
     """Call ``function(rank_model, cache, new)`` in a new shard_map if the model has a mesh, else in the caller's shard_map.
 
-    ``new``: a tuple of arguments that are equal on all ranks.
+    ``new``: a tuple of arguments that are equal on all ranks. Outside of jit, equal functions of equal models compile once.
     """
     from flax import nnx
 
@@ -112,14 +111,27 @@ def _on_ring(function: Callable[..., Any], model: RingTransformer, cache: KVCach
         return function(RankModel(model), cache, new)
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
-    same, of_weights = PartitionSpec(), specs_of(leaves)
+    return _over_mesh(function, graph, tree, model.ring.mesh, specs_of(leaves))(tuple(leaves), cache, new)
+
+
+@lru_cache(maxsize=64)
+def _over_mesh(function: OnRank, graph: Any, tree: Any, mesh: Any, of_weights: Specs) -> Callable[..., Any]:
+    """Return the jitted program of :func:`_on_ring`, ``program(weights, cache, new)``.
+
+    ``graph``: the model without its arrays, from ``nnx.split``. ``tree``: the pytree structure whose leaves are the weights.
+    ``of_weights``: the PartitionSpecs of the weights.
+    """
+    same = PartitionSpec()
 
     def inside(weights: Any, cache: KVCache, new: tuple[Any, ...]) -> Any:
         return function(RankModel.of(graph, tree, weights, of_weights), cache, new)
 
-    specs = of_weights, cache.specs, same
-    ring = jax.shard_map(inside, mesh=model.ring.mesh, in_specs=specs, out_specs=(same, cache.specs))
-    return ring(tuple(leaves), cache, new)
+    @jax.jit
+    def program(weights: Any, cache: KVCache, new: tuple[Any, ...]) -> Any:
+        specs = of_weights, cache.specs, same
+        return jax.shard_map(inside, mesh=mesh, in_specs=specs, out_specs=(same, cache.specs))(weights, cache, new)
+
+    return program
 
 
 def decoded(model: RankModel, cache: KVCache, new: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, KVCache]:
@@ -142,15 +154,36 @@ def decoded(model: RankModel, cache: KVCache, new: tuple[jax.Array, jax.Array | 
     return logits_of(model, hidden), cache.advance(step)
 
 
-def last_hidden(model: RankModel, cache: KVCache, ids: jax.Array, lengths: Lengths, fresh: bool) -> tuple[jax.Array, KVCache]:
+@dataclass(frozen=True)
+class _Prompted:
+    """The function that :func:`prefill_prompts` calls inside shard_map, equal to another one with equal fields.
+
+    ``equal``: the length of every request, or None if lengths come with the ids. ``longest``: no request has more tokens.
+    """
+
+    equal: int | None
+    longest: int
+    fresh: bool
+
+    def __call__(self, model: RankModel, cache: KVCache, new: tuple[jax.Array, Any]) -> tuple[jax.Array, KVCache]:
+        """Return the logits of each chunk's last token, and the cache. ``new``: the pair (ids, lengths or None)."""
+        ids, lengths = new
+        hidden, cache = last_hidden(model, cache, ids, lengths if self.equal is None else self.equal, self.fresh, self.longest)
+        return logits_of(model, hidden), cache
+
+
+def last_hidden(
+    model: RankModel, cache: KVCache, ids: jax.Array, lengths: Lengths, fresh: bool, longest: int
+) -> tuple[jax.Array, KVCache]:
     """Return the last block's output [batch, dim] for the last token of each request, and the cache; call inside shard_map.
 
-    The output is 0 if the request has no token in the chunk ``ids``. Arguments: as in :func:`prefill_prompts`.
+    The output is 0 if the request has no token in the chunk ``ids``. ``longest``: no request has more tokens in it. Other
+    arguments: as in :func:`prefill_prompts`.
     """
     ring, axis = model.model.ring, cache.axis_name
     ranks = cache.spec.ranks
     local = padded_local(ring.layout, ranks, ids.shape[1])
-    step = chunk_step(cache, local, ring.layout, lengths, None, fresh, ids.shape[1])
+    step = chunk_step(cache, local, ring.layout, lengths, None, fresh, longest)
 
     def attend(attention: RingAttention, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         nonlocal cache
