@@ -272,6 +272,7 @@ def test_a_chunk_of_traced_lengths_may_fill_the_room_of_a_window():
     kept = KVCache.make(model.config, 2, window=4, room=4, mesh=mesh)
     step = lambda tokens: lambda lengths: prefill_prompts(model, jnp.ones((2, tokens), jnp.int32), kept, lengths)[0]
     assert jax.eval_shape(step(4), jnp.array([4, 3])).shape == (2, 31)
+    assert jax.eval_shape(lambda: step(5)([4, 3])).shape == (2, 31)
     with pytest.raises(ValueError, match="a step of 5 tokens, and this cache has room for 4"):
         jax.eval_shape(step(5), jnp.array([4, 3]))
 
