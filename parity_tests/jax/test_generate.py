@@ -287,7 +287,6 @@ def test_outside_jit_a_step_and_a_chunk_compile_once():
     def counted(function: Any) -> Any:
         return lambda *arguments: (traced.append(function.__name__), function(*arguments))[1]
 
-    forward._over_mesh.cache_clear()
     with patch.multiple(forward, decoded=counted(forward.decoded), last_hidden=counted(forward.last_hidden)):
         for lengths in ([4, 3], [2, 4]):
             _, kept = prefill_prompts(model, ids, kept, lengths)
