@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from functools import cache, lru_cache
 from typing import Any
-from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ring_attn_core.reference.tolerance import relative_error
 from ring_attn_jax import KVCache, RingTransformer, decode_step, from_numpy, prefill_prompts
-from ring_attn_jax.inference import decode_loop, forward
+from ring_attn_jax.inference import decode_loop
 
 from ..support.generation import (
     BAD,
@@ -275,25 +273,3 @@ def test_a_chunk_of_traced_lengths_may_fill_the_room_of_a_window():
     assert jax.eval_shape(lambda: step(5)([4, 3])).shape == (2, 31)
     with pytest.raises(ValueError, match="a step of 5 tokens, and this cache has room for 4"):
         jax.eval_shape(step(5), jnp.array([4, 3]))
-
-
-def test_outside_jit_a_step_and_a_chunk_compile_once():
-    """Each trace calls one of the two functions; chunks of other lengths with the same longest one are one program."""
-    model = model_of("features", 2, "float32")
-    kept = KVCache.make(model.config, 2, 24, dtype="float32", mesh=mesh_of(2))
-    ids = jnp.asarray([[3, 1, 4, 1], [5, 9, 2, 6]])
-    traced: list[str] = []
-
-    def counted(function: Any) -> Any:
-        return lambda *arguments: (traced.append(function.__name__), function(*arguments))[1]
-
-    with patch.multiple(forward, decoded=counted(forward.decoded), last_hidden=counted(forward.last_hidden)):
-        for lengths in ([4, 3], [2, 4]):
-            _, kept = prefill_prompts(model, ids, kept, lengths)
-        _, after = decode_step(model, ids[:, :1], kept)
-        outside, _ = decode_step(model, ids[:, 1:2], after)
-    assert traced == ["last_hidden", "decoded"]
-    assert after.lengths.tolist() == [7, 8]
-    step = jax.jit(lambda ids, kept: decode_step(model, ids, kept))
-    inside, _ = step(ids[:, 1:2], step(ids[:, :1], kept)[1])
-    assert relative_error(np.asarray(outside), np.asarray(inside)) <= 1e-6

@@ -97,13 +97,14 @@ def prefill_prompts(
         if isinstance(counts, list | tuple):
             counts, longest = jnp.asarray(counts, jnp.int32), max(of_rows, default=0)
     equal, of_each = (counts, None) if isinstance(counts, int) else (None, counts)
-    return _on_ring(_Prompted(equal, longest, fresh), model, cache, (ids, of_each))
+    return _on_ring(_Prompted(equal, longest, bool(fresh)), model, cache, (ids, of_each))
 
 
 def _on_ring(function: OnRank, model: RingTransformer, cache: KVCache, new: tuple[Any, ...]) -> Any:
     """Call ``function(rank_model, cache, new)`` in a new shard_map if the model has a mesh, else in the caller's shard_map.
 
-    ``new``: a tuple of arguments that are equal on all ranks. Outside of jit, equal functions of equal models compile once.
+    ``new``: a tuple of arguments that are equal on all ranks. Outside of jit, equal functions of equal models compile once, if
+    all that the model holds beside its arrays is hashable. Inside of jit each call is traced, as a change in the model requires.
     """
     from flax import nnx
 
@@ -111,10 +112,20 @@ def _on_ring(function: OnRank, model: RingTransformer, cache: KVCache, new: tupl
         return function(RankModel(model), cache, new)
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
-    return _over_mesh(function, graph, tree, model.ring.mesh, specs_of(leaves))(tuple(leaves), cache, new)
+    kept = _is_hashable(graph) and not isinstance(jnp.zeros(()), Tracer)
+    make = _over_mesh if kept else _over_mesh.__wrapped__
+    return make(function, graph, tree, model.ring.mesh, specs_of(leaves))(tuple(leaves), cache, new)
 
 
-@lru_cache(maxsize=64)
+def _is_hashable(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=16)
 def _over_mesh(function: OnRank, graph: Any, tree: Any, mesh: Any, of_weights: Specs) -> Callable[..., Any]:
     """Return the jitted program of :func:`_on_ring`, ``program(weights, cache, new)``.
 
