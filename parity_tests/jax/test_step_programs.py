@@ -1,6 +1,6 @@
 """The programs of decode_step and prefill_prompts in JAX: what compiles once, and what is traced anew."""
 
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
