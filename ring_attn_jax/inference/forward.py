@@ -104,7 +104,7 @@ def _on_ring(function: OnRank, model: RingTransformer, cache: KVCache, new: tupl
     """Call ``function(rank_model, cache, new)`` in a new shard_map if the model has a mesh, else in the caller's shard_map.
 
     ``new``: a tuple of arguments that are equal on all ranks. Outside of jit, equal functions of equal models compile once, if
-    all that the model holds beside its arrays is hashable. Inside of jit each call is traced, as a change in the model requires.
+    everything in the model but its arrays is hashable. Inside of jit each call is traced, because the model may have changed.
     """
     from flax import nnx
 
