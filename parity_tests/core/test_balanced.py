@@ -138,6 +138,14 @@ def test_ranks_with_many_late_parts_of_documents_get_fewer_pairs(local: int, mon
     assert counted - BATCHES < 0.6 * (sum(map(costs, drawn)) - BATCHES)
 
 
+def test_keys_of_neighbouring_documents_are_one_interval():
+    packed = PackedDocuments.of([3, 2, 4])
+    assert packed.seen([Run(0, 5)]) == [(0, 5)]
+    assert packed.seen([Run(7, 1), Run(1, 1)]) == [(0, 2), (5, 8)]
+    assert packed.seen([Run(0, 1), Run(2, 1), Run(1, 1)]) == [(0, 3)]
+    assert PackedDocuments.of([[9], [3, 2]]).seen([Run(4, 1), Run(8, 1)]) == [(0, 9)]
+
+
 def test_the_cost_of_a_pair_is_what_is_balanced():
     documents, cost = [100] * 40 + [4000], lambda tokens: 50.0 if tokens == 100 else 1.0
     assert figures(documents, 4, pair_cost=cost)[0] <= 1.01

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ring_attn_core import LAYOUTS, Band, RingPlan, Run, causal
+from ring_attn_core import LAYOUTS, Band, RingPlan, Run, causal, full
 from ring_attn_core.kernels import backends
 from ring_attn_core.kernels.backends import BACKENDS, Candidate, select
 from ring_attn_core.problem.checks import DTYPES, OptionalArray, check_extents, check_key_extents, check_runs
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
-from ring_attn_core.problem.strategies import STRATEGIES, check_strategy
 
 GOOD = Problem(
     q_shape=(2, 16, 8, 64),
@@ -34,6 +33,7 @@ FULL = replace(
     arrays=(
         OptionalArray("extents", (2, 16, 2), "int32"),
         OptionalArray("key_mask", (2, 12), "bool"),
+        OptionalArray("key_extents", (2, 12, 2), "int32"),
         OptionalArray("sinks", (8,), "float32"),
         OptionalArray("alibi_slopes", (8,), "bfloat16"),
         OptionalArray("dropout_seed", (), "int64"),
@@ -71,6 +71,11 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
         "k and v must agree in batch, kv_local and kv_heads, got k [2, 12, 2, 64] and v [2, 14, 2, 64]; "
         "only the last dimension may differ",
     ),
+    (
+        {"v_shape": (2, 12, 4, 64)},
+        "k and v must agree in batch, kv_local and kv_heads, got k [2, 12, 2, 64] and v [2, 12, 4, 64]; "
+        "only the last dimension may differ",
+    ),
     ({"q_shape": (3, 16, 8, 64)}, "q has batch 3 and k has batch 2: pass the same batch rows to both"),
     (
         {"q_shape": (2, 16, 8, 128)},
@@ -96,6 +101,11 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
         ({"mask": Band(hi=side)}, f"mask.hi must be int or None, a count of tokens (static under jit), got {side!r}")
         for side in ("a", 1.5, True)
     ),
+    *(
+        ({name: count}, f"{name} counts tokens, got {count}: to see everything on a side, leave it open as causal() does")
+        for name, count in (("length", 2**62), ("kv_length", 2**62), ("length", -(2**62)))
+    ),
+    ({"deterministic": 1}, "deterministic must be True or False, got 1"),
     *(
         (
             {"softcap": cap},
@@ -160,6 +170,24 @@ def test_a_mistake_is_answered_with_what_was_expected_what_came_and_what_to_do(c
     assert str(error.value) == message
 
 
+def test_a_problem_scales_by_the_head_dim_of_its_keys_not_of_its_values():
+    assert GOOD.scale == 64**-0.5
+    assert changed(GOOD, scale=2).scale == 2
+
+
+def test_ranks_agree_on_what_a_call_means_not_on_how_it_was_written():
+    meant = changed(GOOD, scale=64**-0.5, length=63, kv_length=48).fingerprint()
+    assert meant == GOOD.fingerprint() == replace(GOOD, within_documents=True).fingerprint()
+
+
+@pytest.mark.parametrize(("name", "shape"), [("extents", (2, 16, 2)), ("key_extents", (2, 12, 2)), ("key_mask", (2, 12))])
+def test_each_array_that_can_hide_every_key_of_a_query_is_known(name: str, shape: tuple[int, ...]):
+    whole = changed(GOOD, length=None, mask=full())
+    assert not whole.blanks
+    assert replace(whole, **given(name, shape, "bool" if name == "key_mask" else "int32")).blanks
+    assert not replace(whole, **given("sinks", (8,), "float32")).blanks
+
+
 def test_the_fingerprint_tells_problems_apart_and_survives_json():
     def carried(problem: Problem) -> str:
         return json.dumps(problem.fingerprint(), sort_keys=True)
@@ -222,6 +250,8 @@ def test_runs_begin_at_the_start_where_none_are_given():
         ((Run(np.array([1]), 2), None), r"the start of q_run must be an int, got array\(\[1\]\)"),
         ((None, Run(0, np.array([1, 2]))), "the length of k_run must be an int, got array"),
         ((None, Run(0, True)), "the length of k_run must be an int, got True"),
+        ((Run(2**30, 1), None), "q_run starts at position 1073741824: positions .* below"),
+        ((Run(2**30 - 1, 2), None), "q_run ends at position 1073741824: positions .* below"),
         ((None, Run(0, np.int64(-3))), "k_run has -3 tokens"),
         ((Run(np.int64(-1), 2), None), "q_run starts at position -1"),
         ((Run(2**31, 2), None), "q_run starts at position 2147483648: positions .* below"),
@@ -233,12 +263,6 @@ def test_runs_begin_at_the_start_where_none_are_given():
 def test_runs_that_do_not_fit_their_block_are_refused(runs: Any, message: str):
     with pytest.raises(ValueError, match=message):
         check_runs(*runs, (1, 4, 1, 8), (1, 3, 1, 8))
-
-
-@pytest.mark.parametrize("strategy", ["telepathy", None, ""])
-def test_an_unknown_strategy_is_refused_with_the_names_there_are(strategy: Any):
-    with pytest.raises(ValueError, match=f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGIES)}"):
-        check_strategy(strategy)
 
 
 def backends_of(monkeypatch: pytest.MonkeyPatch, **objections: str | None) -> None:

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ring_attn_core import LAYOUTS, RingPlan, Ulysses, full, sliding_window
+from ring_attn_core import LAYOUTS, Band, RingPlan, TwoLevel, Ulysses, full, sliding_window
 from ring_attn_core.kernels.call import call_of
 from ring_attn_core.plan.joined import JoinedPlan
 from ring_attn_core.plan.ulysses import HeadSplit
+from ring_attn_core.problem.checks import OptionalArray
 from ring_attn_core.problem.options import Options
-from ring_attn_core.problem.strategies import STRATEGIES, check_strategy, name_of, read_strategy
-from ring_attn_core.problem.traffic import Traffic, traffic
+from ring_attn_core.problem.problem import Problem
+from ring_attn_core.problem.strategies import STRATEGIES, check_device, check_fit, check_strategy, name_of, read_strategy
+from ring_attn_core.problem.traffic import SentSizes, Traffic, traffic
 
 from ..support.cases import Case
 from ..support.strategies import problem_of
@@ -97,12 +99,81 @@ def test_options_with_a_strategy_are_read_back_from_their_text(strategy):
     assert read_strategy(str(strategy)) == strategy
 
 
+def test_every_option_of_a_call_is_read_back_from_its_text_and_counts():
+    options = Options(
+        layout="striped",
+        mask=Band(-3, 5),
+        length=7,
+        kv_length=9,
+        scale=0.5,
+        softcap=2.0,
+        dropout_rate=0.25,
+        dropout_offset=(3, 4),
+        backend="triton",
+        deterministic=True,
+        steps=(0, 2),
+        v_dim=8,
+    )
+    assert all(
+        getattr(options, field.name) != getattr(Options(), field.name) for field in fields(Options) if field.name != "strategy"
+    )
+    assert Options.read(options.text, options.counts) == options
+    assert Options.read(Options().text, Options().counts) == Options()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "heads", "why"),
+    [
+        ("ulysses", 4, 6, "6 query heads cannot be dealt evenly to 4 ranks"),
+        (Ulysses(ranks=2), 4, 3, "3 query heads cannot be dealt evenly to 2 ranks"),
+        (Ulysses(ranks=3), 4, 6, "groups of 3 ranks do not divide a ring of 4"),
+        (TwoLevel(ranks=3), 4, 6, "hosts of 3 ranks do not divide a ring of 4"),
+        ("two_level", 4, 4, "how many ranks a host has is not known"),
+    ],
+)
+def test_a_strategy_that_does_not_divide_the_ring_or_the_heads_is_refused(strategy, ranks, heads, why):
+    with pytest.raises(ValueError, match=why):
+        check_fit(strategy, ranks, heads)
+    for fitting in ("ring", "ulysses", Ulysses(ranks=2), TwoLevel(ranks=2)):
+        check_fit(fitting, 4, 8)
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps", "xpu"])
+def test_strategies_between_the_memories_of_gpus_are_refused_elsewhere(device):
+    for strategy in ("pull", "push"):
+        check_device(strategy, "torch", "cuda")
+        with pytest.raises(ValueError, match=f"and q is on '{device}': move the tensors to GPUs of one host"):
+            check_device(strategy, "torch", device)
+        with pytest.raises(ValueError, match="it exists in PyTorch only"):
+            check_device(strategy, "jax", "cuda")
+    check_device("two_way", "jax", device)
+
+
+@pytest.mark.parametrize(
+    ("keys", "arrays", "sent"), [(16, ["key_mask"], 2 * 2), (12, ["key_mask"], 2 * 2), (12, ["key_extents"], 2 * 96)]
+)
+def test_a_message_counts_a_bit_for_a_masked_key_and_two_numbers_for_its_extent(keys, arrays, sent):
+    """Batch 2: a mask fills up its last byte, and sinks do not travel."""
+    plain = Problem((2, 16, 4, 8), (2, keys, 4, 8), (2, keys, 4, 8), ("float32",) * 3, "cpu", 4)
+    described = tuple(OptionalArray(name, (), "") for name in (*arrays, "sinks"))
+    assert SentSizes(replace(plain, arrays=described), 4, 4).of_keys == sent
+    ring = lambda problem: traffic(replace(problem, options=Options(mask=full(), strategy="ring")))
+    forward, backward = (a.bytes - b.bytes for a, b in zip(ring(replace(plain, arrays=described)), ring(plain), strict=True))
+    assert (forward, backward) == (3 * sent, 3 * sent)
+
+
 @pytest.mark.parametrize("ranks", [0, -1, 2.0, "2", None, True])
 def test_a_group_of_no_number_of_ranks_is_refused(ranks: Any):
     with pytest.raises(ValueError, match=r"Ulysses\(ranks=...\) is the number of ranks in a group, at least 1, got"):
         Ulysses(ranks=ranks)
     assert Ulysses(ranks=np.int64(3)) == Ulysses(ranks=3)
     check_strategy(Ulysses(ranks=3))
+
+
+@pytest.mark.parametrize("strategy", ["telepathy", None, ""])
+def test_an_unknown_strategy_is_refused_with_the_names_there_are(strategy: Any):
+    with pytest.raises(ValueError, match=f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGIES)}"):
+        check_strategy(strategy)
 
 
 def test_the_kernels_get_the_sizes_of_joined_shards():
