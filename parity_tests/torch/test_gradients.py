@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from ring_attn_torch import sum_gradients
 
@@ -31,6 +32,43 @@ def test_a_gradient_that_every_rank_lacks_stays_none_and_others_are_summed(gloo)
 
 def test_on_one_rank_a_missing_gradient_stays_none():
     assert summed(None) == {"all": [2.0] * 3, "one": [2.0] * 3, "none": None, "frozen": None}
+
+
+def test_gradients_summed_before_the_backward_or_twice_are_refused_on_every_rank(gloo):
+    early, twice, steps = "no parameter has a gradient on any rank", "no backward has changed them since", [[3.0], [3.0], [3.0]]
+    assert gloo(2, mistaken, early, twice) == [steps] * 2
+
+
+def mistaken(group: Any, early: str, twice: str) -> list[Any]:
+    """Make each mistake in turn, and return the gradients of right steps between: zeroed to None, in place, and clipped."""
+    layer, rank, right = nn.Linear(1, 1, bias=False), group.rank(), []
+    with pytest.raises(ValueError, match=early):
+        sum_gradients(layer, group)
+    for set_to_none in (True, False, False):
+        (layer.weight * (rank + 1)).sum().backward()
+        sum_gradients(layer, group)
+        right.append(layer.weight.grad.flatten().tolist())  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match=twice):
+            sum_gradients(layer, group)
+        assert layer.weight.grad.flatten().tolist() == right[-1]  # type: ignore[union-attr]
+        layer.zero_grad(set_to_none)
+    return right
+
+
+def test_gradients_are_summed_over_two_axes_of_a_mesh_one_after_the_other(gloo):
+    assert gloo(4, over_two_axes) == [10.0] * 4
+
+
+def over_two_axes(group: Any) -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "seq"))
+    layer = nn.Linear(1, 1, bias=False)
+    (layer.weight * (group.rank() + 1)).sum().backward()
+    for axis in ("seq", "dp"):
+        sum_gradients(layer, mesh[axis])
+    for axis in ("seq", "dp"):
+        with pytest.raises(ValueError, match="no backward has changed them since"):
+            sum_gradients(layer, mesh[axis])
+    return layer.weight.grad.item()  # type: ignore[union-attr]
 
 
 def test_a_sparse_gradient_is_refused_by_name():

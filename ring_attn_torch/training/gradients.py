@@ -13,6 +13,9 @@ from ..ring.groups import Group, is_dtensor, local, ranks_of, ring_of
 from .sharded import GradientReduction, dim_ranks, reduced_by_fsdp
 from .weights import named_parameters
 
+SUMMED = "_ring_attn_summed"
+"""The attribute of a gradient that holds its versions, and the ranks over which it was summed."""
+
 
 def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
     """Replace the gradients of ``module``'s trainable parameters by their sum over the ranks of ``group``, in one all-reduce.
@@ -32,11 +35,19 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
 
     Raise ValueError if ``group`` and the mesh of a parameter overlap in any other way, for example if FSDP shards over only a
     part of ``group``. Raise it too if a gradient is sparse. The error names the parameter, and is raised before anything is sent.
+    Raise it also if no gradient has changed since an earlier sum over these ranks, or if no rank has a gradient.
     """
     ring = ring_of(group)
     parameters = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
     by_fsdp = reduced_by_fsdp(module)
     done = [_is_summed(name, p, by_fsdp.get(p), ring) for name, p in parameters.items()]
+    members = set(dist.get_process_group_ranks(ring)) if ranks_of(ring) > 1 else set()
+    earlier = {p: _summed_over(p.grad) for p in parameters.values() if p.grad is not None}
+    if earlier and all(len(members & ranks) > 1 for ranks in earlier.values()):
+        raise ValueError(
+            f"the gradients are summed over ranks {sorted(members)} already, and no backward has changed them since: call "
+            "sum_gradients once, after the last backward of a step"
+        )
     mine: list[tuple[nn.Parameter, Tensor]] = []
     missing: list[bool] = []
     for p, summed in zip(parameters.values(), done, strict=True):
@@ -50,8 +61,24 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
         if not summed:
             mine.append((p, local(p.grad)))
     if mine:
-        for (p, _), by_all in zip(mine, _all_reduce([gradient for _, gradient in mine], missing, ring), strict=True):
+        lacking = _all_reduce([gradient for _, gradient in mine], missing, ring)
+        for (p, _), by_all in zip(mine, lacking, strict=True):
             p.grad = None if by_all else p.grad
+        if len(mine) == len(parameters) and all(lacking):
+            raise ValueError("no parameter has a gradient on any rank: call sum_gradients after backward, before the step")
+    for p in parameters.values():
+        if p.grad is not None:
+            setattr(p.grad, SUMMED, (_versions(p.grad), members | earlier.get(p, set())))
+
+
+def _summed_over(gradient: Tensor) -> set[int]:
+    """Return the ranks over which ``sum_gradients`` has summed ``gradient``, if nothing has changed it since."""
+    versions, ranks = getattr(gradient, SUMMED, (None, set()))
+    return ranks if versions == _versions(gradient) else set()
+
+
+def _versions(gradient: Tensor) -> tuple[int, int]:
+    return gradient._version, local(gradient)._version  # FSDP2 adds to the local tensor alone
 
 
 def _placed(gradient: Tensor, p: nn.Parameter) -> Tensor:
