@@ -61,6 +61,7 @@ class Stream(IterableDataset):
 class Run(NamedTuple):
     """A run of a Trainer: ``rows`` in a batch; ``ring``: of how many ranks, 0: all; ``settings``: of TrainingArguments, or cp.
 
+    ``before``: what is called before ``train``: evaluate or predict, or "another" for evaluate of transformers' own Trainer.
     ``own_mean``: the model is one that transformers does not tell how many labels all batches of a step have.
     """
 
@@ -77,6 +78,7 @@ class Run(NamedTuple):
     resumed: bool = False
     own_mean: bool = False
     streamed: bool = False
+    before: str = ""
 
 
 @contextmanager
@@ -210,6 +212,10 @@ def trained(run: Run, group: Any = None, kind: type[Trainer] | None = None) -> R
 
 
 def _result(run: Run, trainer: Trainer) -> Result:
+    if run.before == "another":
+        Trainer(model=trainer.model, args=trainer.args).evaluate(Rows())  # type: ignore[arg-type]
+    elif run.before:
+        getattr(trainer, run.before)(Rows())
     try:
         trainer.train(resume_from_checkpoint=run.resumed or None)
     except Killed:

@@ -48,6 +48,11 @@ def test_a_batch_is_dealt_as_shard_batch_deals_it():
     whole = dealt(FourRanks(layout="balanced"), model, None, LENGTH)
     assert whole.layout.runs == balanced_layout((LENGTH,), 4).runs
     assert dealt(FourRanks(layout="striped"), model, None, LENGTH).layout == "striped"
+    tree = [[-1, 0, 0]] * 2, [[14, 9, 3]] * 2
+    assert (
+        dealt(FourRanks(layout="balanced"), model, None, LENGTH, tree).layout
+        == shard_batch(documents.clamp(min=0), "balanced", 4, tree=tree).layout
+    )
 
 
 @pytest.mark.slow
@@ -74,11 +79,10 @@ def layouts_of_calls(group: Any) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_generation_and_trees_are_refused_by_name_on_every_rank(four: Any):
-    for of_cache, of_generate, of_tree in four(2, refused):
+def test_generation_is_refused_by_name_on_every_rank(four: Any):
+    for of_cache, of_generate in four(2, refused):
         assert of_cache == of_generate
         assert 'layout="balanced" assigns the documents of a batch to the ranks, and a cache shares one growing text' in of_cache
-        assert 'layout="balanced" assigns documents to the ranks, and a tree was passed: enter with another layout' in of_tree
 
 
 def refused(group: Any) -> list[str]:
@@ -86,7 +90,6 @@ def refused(group: Any) -> list[str]:
     calls: list[Any] = [
         lambda: model(input_ids=IDS, use_cache=True),
         lambda: model.generate(IDS, max_new_tokens=2),
-        lambda: model(input_ids=IDS, tree=([[-1], [-1]], [[8], [8]])),
     ]
     with hf.sequence_parallel(model, group, "balanced"), torch.no_grad():
         for call in calls:

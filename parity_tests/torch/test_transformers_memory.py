@@ -101,6 +101,14 @@ def chunks_under_fsdp(group: Any, apart: bool) -> Outcome:
     return {"loss": loss.detach().numpy()} | {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
 
 
+def test_an_adapter_of_the_head_is_refused_in_chunks_by_the_name_of_peft():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make("llama", "float32"), peft.LoraConfig(target_modules=["lm_head"]))
+    words = "head of LlamaForCausalLM is Linear of PEFT, .* leave loss_chunk out, or the head out of target_modules"
+    with pytest.raises(ValueError, match=words):
+        hf.sequence_parallel(model, loss_chunk=4).__enter__()
+
+
 def test_models_whose_logits_are_more_than_a_product_with_their_head_are_refused_in_chunks():
     capped = make("gemma2", "float32")
     capped.config.final_logit_softcapping = 2.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,14 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+import torch.distributed as dist
 
 import ring_attn_torch.transformers as hf
+from ring_attn_core.reference.tolerance import relative_error
+from ring_attn_torch import Ulysses, save_weights, sum_gradients
+from ring_attn_torch.transformers.attention import ring_attention
 
-from .hugging_face import make
+from .hugging_face import VOCAB, in_float64, make
 from .test_transformers_refusals import IDS, check_refused, message_of
 
 
@@ -49,3 +54,63 @@ def test_a_backward_outside_of_the_with_that_recomputes_layers_is_told_where_it_
         loss = model(input_ids=IDS, labels=IDS).loss
     with pytest.raises(ValueError, match="call backward inside the with as well"):
         loss.backward()
+
+
+ROWS = torch.randint(3, VOCAB, (2, 20), generator=torch.Generator().manual_seed(3))
+ROW_LABELS = ROWS.masked_fill(torch.tensor([[False], [True]]) & (torch.arange(20) < 15), -100)
+"""Labels of two rows, 20 and 5 of them: the mean over both rows is not the mean of their means."""
+
+
+def gradients(model: Any) -> dict[str, Any]:
+    return {name: p.grad.numpy().copy() for name, p in model.named_parameters()}
+
+
+def of_two_rings(group: Any) -> tuple[str, dict[str, Any]]:
+    """Return the error of the sum of two rings' means, and the gradients by the number of labels of both rings."""
+    torch.set_grad_enabled(True)
+    ring = [dist.new_group([i, i + 1]) for i in (0, 2)][group.rank() // 2]
+    row = slice(group.rank() // 2, group.rank() // 2 + 1)
+    model, given = make("llama"), {"input_ids": ROWS[row], "labels": ROW_LABELS[row]}
+    with in_float64(), hf.sequence_parallel(model, ring):
+        model(**given).loss.backward()
+        message = message_of(lambda: sum_gradients(model, group))
+        model.zero_grad()
+        count = (given["labels"][:, 1:] != -100).sum()
+        dist.all_reduce(count, group=group)
+        model(**given, num_items_in_batch=count / ring.size()).loss.backward()
+        sum_gradients(model, group)
+    return message, gradients(model)
+
+
+@pytest.mark.slow
+def test_a_sum_of_the_means_of_two_rings_is_refused_and_by_all_labels_it_is_the_gradient_of_both_rows(four: Any):
+    model = make("llama")
+    with in_float64():
+        model(input_ids=ROWS, labels=ROW_LABELS).loss.backward()
+    exact = gradients(model)
+    for message, got in four(4, of_two_rings):
+        assert re.search(
+            r"over ranks \[0, 1, 2, 3\], and the loss of LlamaForCausalLM was the mean over the labels of a", message
+        )
+        assert max(relative_error(got[name], x) for name, x in exact.items()) < 1e-12
+
+
+def test_a_strategy_reaches_the_attention_of_every_layer(monkeypatch: pytest.MonkeyPatch):
+    model, seen = make("llama", "float32"), []
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        seen.append(options["strategy"])
+        return ring_attention(*arguments, **options)
+
+    monkeypatch.setattr("ring_attn_torch.transformers.attention.ring_attention", recorded)
+    for strategy in ("gather", Ulysses(ranks=1)):
+        with hf.sequence_parallel(model, strategy=strategy):
+            model(input_ids=IDS)
+    assert seen == ["gather", "gather", Ulysses(ranks=1), Ulysses(ranks=1)]
+    with pytest.raises(ValueError, match="strategy"):
+        hf.sequence_parallel(model, strategy="spiral").__enter__()
+
+
+def test_weights_of_a_hugging_face_model_are_referred_to_save_pretrained(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"got LlamaForCausalLM. Save a model of transformers or PEFT by its save_pretrained"):
+        save_weights(make("llama", "float32"), tmp_path / "saved")

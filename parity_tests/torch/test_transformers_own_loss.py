@@ -150,7 +150,7 @@ def of_logits(group: Any, folder: str) -> list[str]:
 
 def test_an_evaluation_of_weights_that_differ_between_ranks_is_refused(four: Any, tmp_path: Path):
     for message in four(4, evaluated_apart, str(tmp_path)):
-        assert "rank 3 of the ring holds another model.norm.weight than rank 0" in message
+        assert "rank 3 of all ranks holds another model.norm.weight than rank 0" in message
 
 
 def evaluated_apart(group: Any, folder: str) -> str:

@@ -41,6 +41,41 @@ def near(got: Result, want: Result) -> None:
     assert max(map(apart, got.gradients, later)) < NEAR
 
 
+def test_a_model_that_was_evaluated_before_train_trains_as_one_process(four: Any):
+    """accelerate marks an evaluated model as prepared, and would wrap it in DDP no more."""
+    evaluated = Run(2, "unused", before="evaluate")
+    one = trained(evaluated)
+    for (got,) in four(4, all_trained, [evaluated._replace(ring=2, rows=1)]):
+        near(got, one)
+
+
+@pytest.mark.exhaustive
+def test_predictions_and_another_trainers_evaluation_before_train_change_no_step(four: Any):
+    one = trained(Run(2, "unused"))
+    runs = [Run(2, "unused", before=before) for before in ("predict", "another", "evaluate")]
+    for results in four(4, all_trained, [*runs, runs[1]._replace(ring=2, rows=1)]):
+        for got in results:
+            near(got, one)
+
+
+def unsummed(group: Any) -> str:
+    """Train a model that DDP does not wrap."""
+
+    class Alone(hf.RingTrainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.accelerator.prepare_model = lambda model, **_: model
+
+    with pytest.raises(ValueError, match="gradients that are not summed") as error:
+        trained(Run(3, "unused"), group, Alone)
+    return str(error.value)
+
+
+def test_weights_that_differ_after_the_first_step_are_refused_on_every_rank(four: Any):
+    for message in four(4, unsummed):
+        assert re.match("rank 1 of all ranks holds another model.* than rank 0: the first step was made with gradients", message)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("steps", [10, pytest.param(50, marks=pytest.mark.full)])
 def test_four_ranks_train_evaluate_predict_and_resume_as_one_process(four: Any, tmp_path: Path, steps: int):
@@ -247,7 +282,7 @@ def test_what_ring_trainer_takes_the_place_of_is_there():
         "_prepare_context_parallel_inputs": ["self", "model", "inputs"],
     }
     public = {name for name, x in vars(hf.RingTraining).items() if callable(x) and not name.startswith("__")}
-    assert public - {"_gather_rows", "_models", "_on_the_ring", "_next"} == set(known)
+    assert public - {"_gather_rows", "_models", "_on_the_ring", "_next", "_compare_ranks"} == set(known)
     for name, arguments in known.items():
         found = list(inspect.signature(getattr(Trainer, name)).parameters)
         assert arguments is None or found == arguments, name

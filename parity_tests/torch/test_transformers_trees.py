@@ -35,7 +35,12 @@ class Tree(NamedTuple):
     room: int | None = None
 
 
-TREES = [Tree("llama"), Tree("llama", "contiguous", chunk=5, room=9), Tree("mistral", "striped", room=9)]
+TREES = [
+    Tree("llama"),
+    Tree("llama", "contiguous", chunk=5, room=9),
+    Tree("mistral", "striped", room=9),
+    Tree("llama", "balanced", room=9),
+]
 SHORT = 5
 """The longest rollout of a model whose layers have windows of 5 tokens."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from .weights import named_parameters
 
 SUMMED = "_ring_attn_summed"
 """The attribute of a gradient that holds its versions, and the ranks over which it was summed."""
+means_of_rings: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
+"""Models of transformers whose last backward was of a mean over the labels of one ring, and the ranks of that ring."""
 
 
 def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
@@ -35,13 +38,22 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
 
     Raise ValueError if ``group`` and the mesh of a parameter overlap in any other way, for example if FSDP shards over only a
     part of ``group``. Raise it too if a gradient is sparse. The error names the parameter, and is raised before anything is sent.
-    Raise it also if no gradient has changed since an earlier sum over these ranks, or if no rank has a gradient.
+    Raise it also if no gradient has changed since an earlier sum over these ranks, or if no rank has a gradient, or if a Hugging
+    Face model's loss was the mean over the labels of a ring and ``group`` has other ranks: pass it ``num_items_in_batch``.
     """
     ring = ring_of(group)
     parameters = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
     by_fsdp = reduced_by_fsdp(module)
     done = [_is_summed(name, p, by_fsdp.get(p), ring) for name, p in parameters.items()]
     members = set(dist.get_process_group_ranks(ring)) if ranks_of(ring) > 1 else set()
+    for each in module.modules():
+        if members - means_of_rings.get(each, members):
+            raise ValueError(
+                f"gradients are summed over ranks {sorted(members)}, and the loss of {type(each).__name__} was the mean over the "
+                f"labels of a ring of ranks {sorted(means_of_rings.pop(each))}: the sum of several rings' means is not the mean "
+                "over all labels. Pass num_items_in_batch=, the number of labels of all rings, to the model, as "
+                "docs/transformers.md shows"
+            )
     earlier = {p: _summed_over(p.grad) for p in parameters.values() if p.grad is not None}
     if earlier and all(len(members & ranks) > 1 for ranks in earlier.values()):
         raise ValueError(

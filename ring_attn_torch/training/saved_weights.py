@@ -198,7 +198,13 @@ def transformer_in(model: nn.Module) -> RingTransformer:
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, RingTransformer):
             return module
-    raise ValueError(f"weights are saved of a RingTransformer, or of what wraps one, got {type(model).__name__}")
+    theirs = [m for m in model.modules() if hasattr(m, "save_pretrained")] if isinstance(model, nn.Module) else []
+    remedy = (
+        ". Save a model of transformers or PEFT by its save_pretrained: docs/transformers.md, Saving under FSDP2"
+        if theirs
+        else ""
+    )
+    raise ValueError(f"weights are saved of a RingTransformer, or of what wraps one, got {type(model).__name__}{remedy}")
 
 
 def _whole(parameters: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:

@@ -79,6 +79,28 @@ def checked_arguments(
     return CheckedArguments(call_arguments, tokens, cache, seed)
 
 
+SAME_WEIGHTS = (
+    "load the same weights on every rank, or call torch.manual_seed with one seed before the model, and adapters as LoRA, are "
+    "made"
+)
+
+
+def check_weights(
+    model: nn.Module, ring: CallRing, prefix: str = "", ranks: str = "the ring", remedy: str = SAME_WEIGHTS
+) -> None:
+    """Raise ValueError if the byte sum of an unsharded weight differs between ranks. The texts are for the error."""
+    whole = {name: p.detach() for name, p in model.named_parameters() if not (is_dtensor(p) or p.is_meta)}
+    if ring.ranks == 1 or not whole:
+        return
+    of_bytes = [p.reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for p in whole.values()]
+    mine = dict(zip(whole, torch.stack([x.to(of_bytes[0].device) for x in of_bytes]).tolist(), strict=True))
+    exchanged = exchange("sequence_parallel", mine, ring.group)  # type: ignore[arg-type]
+    for rank, theirs in enumerate(exchanged):
+        other = next((name for name in {**exchanged[0], **theirs} if exchanged[0].get(name) != theirs.get(name)), None)
+        if other is not None:
+            raise ValueError(f"rank {rank} of {ranks} holds another {prefix}{other} than rank 0: {remedy}")
+
+
 def _check_attends(model: PreTrainedModel) -> None:
     """Raise ValueError if the config's attention implementation was changed inside sequence_parallel."""
     got = text_config(model.config)._attn_implementation

@@ -1,10 +1,13 @@
-"""The balanced layout inside ``sequence_parallel``: each call assigns its documents to the ranks, to balance their work."""
+"""The balanced layout inside ``sequence_parallel``: each call assigns its documents or trees to ranks, to balance their work."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ring_attn_core.data.balanced_trees import balanced_tree_layout
 from ring_attn_core.data.settings import BALANCED
 from ring_attn_core.layouts import named
 from ring_attn_core.masks import causal, sliding_window
@@ -23,26 +26,26 @@ def check_layout_name(layout: str) -> None:
 
 
 def check_balanced(ring: CallRing, checked: CheckedArguments) -> None:
-    """Raise ValueError if the ring's layout is "balanced" and the checked arguments of a call have a cache or a tree."""
-    if ring.layout != BALANCED:
-        return
-    others = 'enter with another layout, such as sequence_parallel(model, layout="zigzag")'
-    if checked.cache is not None:
+    """Raise ValueError if the ring's layout is "balanced" and a call has a cache."""
+    if ring.layout == BALANCED and checked.cache is not None:
         raise ValueError(
             'layout="balanced" assigns the documents of a batch to the ranks, and a cache shares one growing text: to generate, '
-            + others
+            'enter with another layout, such as sequence_parallel(model, layout="zigzag")'
         )
-    if "tree" in checked.by_name:
-        raise ValueError(f'layout="balanced" assigns documents to the ranks, and a tree was passed: {others}')
 
 
-def dealt(ring: CallRing, model: PreTrainedModel, extents: torch.Tensor | None, length: int) -> CallRing:
+def dealt(
+    ring: CallRing, model: PreTrainedModel, extents: torch.Tensor | None, length: int, tree: tuple[Any, Any] | None = None
+) -> CallRing:
     """Replace the layout "balanced" of ``ring`` by the BalancedLayout of a batch. Return a ring of another layout unchanged.
 
     ``extents`` int [batch, length, 2]: the interval of each token's document, empty for padding. None: each row is one document.
+    ``tree``: the (parents, lengths) of prefix trees, which take the place of documents, or None.
     """
     if ring.layout != BALANCED:
         return ring
+    if tree is not None:
+        return ring._replace(layout=balanced_tree_layout(*tree, ring.ranks, length=length))
     rows = [[(0, length)]]
     if extents is not None:
         first, end = extents.cpu().unbind(-1)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
@@ -22,6 +23,7 @@ from ring_attn_core.model.chunks import check_chunk
 from ..data.gather import gather
 from ..ring.groups import is_dtensor
 from ..training.cross_entropy import sum_of_hidden
+from ..training.gradients import means_of_rings
 from ..training.loss import labels_of, over_ranks
 from ..training.loss import loss as loss_of
 from .models import row_head_remedy
@@ -66,16 +68,33 @@ def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Te
     ``batch.label_weights`` are factors of the labels' losses; the mean then divides by the sum of the weights. ``result``: this
     rank's logits, or the summed loss of its labels from a ChunkedHead.
     """
-    group, ignored, divisor = batch.ring.group, batch.ignore_index, batch.divisor
-    reduction = "mean" if divisor is None else "sum"
+    group, ignored, reduction = batch.ring.group, batch.ignore_index, "mean" if batch.divisor is None else "sum"
     if batch.summed_vocab is not None:
         tokens = labels_of(labels, ignored, 1, batch.label_weights, result.dtype)
         total = over_ranks(result.reshape(()), tokens, group, reduction, batch.summed_vocab)
     else:
         weights: dict[str, Any] = {"label_weights": batch.label_weights}
         total = loss_of(result, labels, **weights, reduction=reduction, group=group, ignore_index=ignored)
+    return _divided(total, batch, factor)
+
+
+def _divided(total: Tensor, batch: GlobalBatch, factor: int) -> Tensor:
+    """Return the loss divided by ``num_items_in_batch`` if it was passed. The backward multiplies the gradient by ``factor``.
+
+    The backward of a ring's mean, unless the caller has scaled it, is known to :func:`sum_gradients` by ``means_of_rings``.
+    """
+    model, group, divisor = batch.model, batch.ring.group, batch.divisor
     if divisor is not None:
         total = total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
+    if total.requires_grad and model is not None and dist.is_initialized() and batch.ring.ranks < dist.get_world_size():
+        ranks = {dist.get_rank()} if group is None else set(dist.get_process_group_ranks(group))
+
+        def note(gradient: Tensor) -> None:
+            means_of_rings.pop(model, None)
+            if divisor is None and gradient.item() == 1:
+                means_of_rings[model] = ranks
+
+        total.register_hook(note)
     if factor > 1 and total.requires_grad:
         total.register_hook(lambda gradient: gradient * factor)
     return total
@@ -95,10 +114,7 @@ def with_log_probs(output: Any, batch: GlobalBatch, factor: int) -> Any:
     fields = {name: x if x is None or name not in PER_TOKEN else wide(x) for name, x in vars(output).items()}
     labels = labels_of(batch.labels, batch.ignore_index, 1, None, output.log_probs.dtype)
     total = over_ranks(-output.log_probs.sum(), labels, ring.group, "mean" if batch.divisor is None else "sum")
-    loss = total if batch.divisor is None else total / batch.divisor
-    if factor > 1 and loss.requires_grad:
-        loss.register_hook(lambda gradient: gradient * factor)
-    return type(output)(**{**fields, "loss": loss})
+    return type(output)(**{**fields, "loss": _divided(total, batch, factor)})
 
 
 class ChunkedHead:
@@ -113,9 +129,12 @@ class ChunkedHead:
         self.model, self.chunk, name = model, chunk, type(model).__name__
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or tuple(head.weight.shape) != (head.out_features, head.in_features):
+            kind = type(head)
+            adapter = kind.__module__.startswith("peft.")
             raise ValueError(
                 f"loss_chunk computes logits from hidden states and the matrix of the model's head, and the head of {name} is "
-                f"{type(head).__name__}: leave loss_chunk out"
+                f"{kind.__name__} of {'PEFT, with an adapter of its own' if adapter else kind.__module__}: leave loss_chunk out"
+                f"{', or the head out of target_modules and modules_to_save' if adapter else ''}"
             )
         if head.bias is not None:
             raise ValueError(f"loss_chunk knows heads that are a matrix alone, and that of {name} has a bias: leave it out")

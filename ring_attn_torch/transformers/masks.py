@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ring_attn_core.masks import causal, full
+from ring_attn_core.problem.strategies import Strategy
 from ring_attn_core.runs import Band
 
 from ..ring.groups import group_name, group_of, ranks_of
@@ -45,7 +46,7 @@ class CallRing(NamedTuple):
 
     group: dist.ProcessGroup | None = None
     layout: Any = "zigzag"
-    strategy: str = "auto"
+    strategy: Strategy = "auto"
     backend: str = "auto"
 
     @property

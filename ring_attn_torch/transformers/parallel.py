@@ -25,9 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ring_attn_core.problem.options import Options
+from ring_attn_core.problem.strategies import Strategy
 
-from ..ring.agreement import exchange, same_error
-from ..ring.groups import group_name, group_of, is_dtensor
+from ..ring.agreement import same_error
+from ..ring.groups import group_name, group_of
+from ..training.gradients import means_of_rings
+from .arguments import check_weights
 from .attention import Checkpointing, ring_configs
 from .balanced import check_layout_name
 from .cache import CachedCall
@@ -63,11 +66,13 @@ def sequence_parallel(
     layout: str | None = None,
     gather_logits: bool = False,
     loss_chunk: int | None = None,
+    strategy: Strategy | None = None,
 ) -> Iterator[nn.Module]:
     """Make ``model(...)`` take global sequences, the same on every rank, and compute one shard per rank, inside this ``with``.
 
     ``model``: a model of transformers, also inside PEFT (LoRA), FSDP2, DDP or torch.compile. ``group``: the ring. ``layout``: a
-    name; "balanced" assigns each call's documents to ranks. None: as set by ``enable``, else the default group and "zigzag".
+    name; "balanced" assigns each call's documents or trees to ranks. ``strategy``: as in :func:`ring_attention`. None: as set by
+    ``enable``, else the default group, "zigzag" and "auto".
 
     The call takes, by name:
         input_ids [batch, length] or inputs_embeds [batch, length, dim]. Any length: sequences are padded here if necessary.
@@ -110,7 +115,7 @@ def sequence_parallel(
     such as a head with one result per row; if a GPU backend is set for a model on a CPU; if torchrun started processes without a
     process group; if ranks differ in unsharded weights, ids or labels. A layer that mixes tokens without the ring raises later.
     """
-    ring = ring_of_model(hugging_face_model(model), group, layout)
+    ring = ring_of_model(hugging_face_model(model), group, layout, strategy)
     _check_launched()
     device = device_of(model)
     with same_error(ring.group):
@@ -137,6 +142,7 @@ def on_shards(
     hooks = ModelHooks(inside, ring, gather_logits, loss_chunk, factor=ring.ranks if averaged else 1)
     with ExitStack() as stack:
         _hooks[inside] = hooks
+        means_of_rings.pop(inside, None)
         stack.callback(_hooks.pop, inside, None)
         stack.enter_context(ring_configs(model))
         for module in rotary_by_length(inside):
@@ -217,7 +223,7 @@ def enable(
     model_or_config: T,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     layout: str = "zigzag",
-    strategy: str = "auto",
+    strategy: Strategy = "auto",
     backend: str = "auto",
 ) -> T:
     """Set a transformers model, or a config before its model is created, to ``attn_implementation="ring"``, and return it.
@@ -250,8 +256,13 @@ def enable(
     return model_or_config
 
 
-def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh | None, layout: str | None) -> CallRing:
-    """Return the ring of ``enable``, or a ring of the default group. ``group`` and ``layout`` replace its own if not None."""
+def ring_of_model(
+    model: PreTrainedModel,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    layout: str | None,
+    strategy: Strategy | None,
+) -> CallRing:
+    """Return the ring of ``enable``, or a ring of the default group. Arguments that are not None replace its own."""
     settings = getattr(text_config(model.config), SETTINGS, None) or {}
     ring = _rings.get(model, CallRing(group_of(group_name(None)), **settings))
     if group is not None:
@@ -259,6 +270,8 @@ def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh 
     if layout is not None:
         check_layout_name(layout)
         ring = ring._replace(layout=layout)
+    if strategy is not None:
+        ring = ring._replace(strategy=Options(strategy=strategy).strategy)
     return ring
 
 
@@ -281,20 +294,3 @@ def _check_launched() -> None:
             f"torchrun has started {ranks} processes, and this one is connected with no other, so each would compute "
             'the whole sequence by itself: call torch.distributed.init_process_group("nccl") first, on CPUs with "gloo"'
         )
-
-
-def check_weights(model: nn.Module, ring: CallRing, prefix: str = "", ranks: str = "the ring") -> None:
-    """Raise ValueError if the byte sum of an unsharded weight differs between ranks. ``prefix``, ``ranks``: for the error."""
-    whole = {name: p.detach() for name, p in model.named_parameters() if not (is_dtensor(p) or p.is_meta)}
-    if ring.ranks == 1 or not whole:
-        return
-    of_bytes = [p.reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for p in whole.values()]
-    mine = dict(zip(whole, torch.stack([x.to(of_bytes[0].device) for x in of_bytes]).tolist(), strict=True))
-    exchanged = exchange("sequence_parallel", mine, ring.group)  # type: ignore[arg-type]
-    for rank, theirs in enumerate(exchanged):
-        other = next((name for name in {**exchanged[0], **theirs} if exchanged[0].get(name) != theirs.get(name)), None)
-        if other is not None:
-            raise ValueError(
-                f"rank {rank} of {ranks} holds another {prefix}{other} than rank 0: load the same weights on every rank, or call "
-                "torch.manual_seed with one seed before the model, and adapters as LoRA, are made"
-            )

@@ -64,7 +64,7 @@ def _global_batch(model: PreTrainedModel, ring: CallRing, checked: CheckedArgume
     present = None if present is None else present.bool()
     text = text_positions(position_ids, batch)
     documents = documents_of(text, present, move("cu_seq_lens_q"), length)
-    ring = dealt(ring, model, documents.extents, length)
+    ring = dealt(ring, model, documents.extents, length, call_arguments.get("tree"))
     tree = row_trees(call_arguments["tree"], (batch, length), tokens.device) if "tree" in call_arguments else None
     position_ids = position_ids if tree is None else tree.positions
     blocks = None

@@ -18,17 +18,25 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
+from ring_attn_core.problem.strategies import Strategy
 from ring_attn_core.releases import warn_if_untried
 from ring_attn_core.validation import check_mixin_first
 
 from ..ring.groups import group_name, group_of
+from .arguments import check_weights
 from .masks import CallRing
 from .models import hugging_face_model, uses_all_weights
-from .parallel import check_entry, check_weights, hooks_of, on_shards, ring_of_model
+from .parallel import check_entry, hooks_of, on_shards, ring_of_model
 from .trainer_checks import check_arguments, check_group, check_trainer
 from .trl import check_kind, is_sft, of_trl
+
+UNSUMMED = (
+    "the first step was made with gradients that are not summed over all ranks, or other code changed a weight on one rank: let "
+    "the Trainer wrap the model, and change weights on every rank alike"
+)
+"""The remedy of an error about weights that differ after the first step."""
 
 Base: Any = Trainer if TYPE_CHECKING else object
 """The base class of RingTraining: for type checkers the Trainer that it is combined with, else object."""
@@ -39,10 +47,10 @@ class RingTraining(Base):
 
     Put it before the Trainer, as in ``class Mine(RingTraining, SFTTrainer): pass``.
 
-    The arguments are the Trainer's, and ``group``, ``layout``, ``loss_chunk`` of :func:`sequence_parallel`. Without ``group``
-    the ring is the cp axis of ``TrainingArguments(parallelism_config=...)``. Without a cp axis, it is the ring of
-    ``enable``, else all ranks. If a ring has only some of the ranks, they must be consecutive, and all rings equally large. Each
-    ring then gets its own rows, like a data parallel rank.
+    The arguments are the Trainer's, and ``group``, ``layout``, ``loss_chunk`` and ``strategy`` of :func:`sequence_parallel`.
+    Without ``group`` the ring is the cp axis of ``TrainingArguments(parallelism_config=...)``. Without a cp axis, it is the ring
+    of ``enable``, else all ranks. If a ring has only some of the ranks, they must be consecutive, and all rings equally large.
+    Each ring then gets its own rows, like a data parallel rank.
 
     Datasets, samplers, workers, accumulation, clipping, logs, checkpoints and resuming are the Trainer's own. All ranks of a ring
     get the same rows, as many as the batch size per device. Losses, gradients and the gradient norm are those of a Trainer with
@@ -72,9 +80,10 @@ class RingTraining(Base):
         group: dist.ProcessGroup | DeviceMesh | None = None,
         layout: str | None = None,
         loss_chunk: int | None = None,
+        strategy: Strategy | None = None,
         **kwargs: Any,
     ) -> None:
-        self._ring_settings = group, layout, loss_chunk
+        self._ring_settings, self._loss_chunk = (group, layout, strategy), loss_chunk
         self._scope: ExitStack | None = None
         self._in_loss = False
         super().__init__(*args, **kwargs)
@@ -83,7 +92,8 @@ class RingTraining(Base):
         for model in self._models():
             check_entry(model, self.ring, self.args.device.type)
         for reference in self._models()[1:]:  # DDP copies rank 0's weights of the model, but not of a reference
-            check_weights(reference, self.ring._replace(group=group_of(group_name(None))), "ref_model.", "all ranks")
+            self._compare_ranks(reference, "ref_model.")
+        self.add_callback(CompareFirstStep(self._compare_ranks))
 
     def create_accelerator_and_postprocess(self) -> None:
         """Check the arguments, choose the ring, and create an accelerator that gives all ranks of the ring the same rows."""
@@ -95,10 +105,10 @@ class RingTraining(Base):
         if self.args.ddp_find_unused_parameters is None and uses_all_weights(hugging_face_model(self.model)):
             self.args.ddp_find_unused_parameters = False  # with True, DDP warns that all parameters are used
         super().create_accelerator_and_postprocess()
-        accelerator, (group, layout, _) = self.accelerator, self._ring_settings
+        accelerator, (group, layout, strategy) = self.accelerator, self._ring_settings
         config = accelerator.parallelism_config
         axis = accelerator.torch_device_mesh["cp"] if config is not None and config.cp_enabled else None
-        self.ring = ring_of_model(hugging_face_model(self.model), axis if group is None else group, layout)
+        self.ring = ring_of_model(hugging_face_model(self.model), axis if group is None else group, layout, strategy)
         check_group(self.ring, config)
         if axis is not None:
             accelerator._prepare_cp = lambda *prepared: prepared  # else it would add its own context parallelism
@@ -112,30 +122,38 @@ class RingTraining(Base):
         reference = getattr(self, "ref_model", None)
         return [self.model] if reference is None else [self.model, reference]
 
+    def _compare_ranks(self, model: nn.Module, prefix: str = "", **words: str) -> None:
+        """Raise ValueError if unsharded weights differ between any ranks. ``prefix``, ``words``: for the error."""
+        check_weights(model, self.ring._replace(group=group_of(group_name(None))), prefix, "all ranks", **words)
+
     @contextmanager
     def _on_the_ring(self) -> Iterator[None]:
         """Enter ``sequence_parallel`` for all models, unless it is entered already, as in an evaluation during training."""
         if self._scope is not None:
             yield
             return
-        _, _, loss_chunk = self._ring_settings
         with ExitStack() as self._scope:
             try:
                 for model in self._models():
-                    self._scope.enter_context(on_shards(model, self.ring, loss_chunk=loss_chunk, averaged=True))
+                    self._scope.enter_context(on_shards(model, self.ring, loss_chunk=self._loss_chunk, averaged=True))
                 yield
             finally:
                 self._scope = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's ``train`` inside ``sequence_parallel``."""
+        if self.model_wrapped is self.model and not self.is_fsdp_enabled:
+            # an evaluation of any Trainer marks the model as prepared for evaluation; accelerate would not wrap it in DDP again
+            self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+            for module in self.model.modules():
+                vars(module).pop("_is_accelerate_prepared", None)
         with self._on_the_ring():
             return super().train(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's evaluation or prediction inside ``sequence_parallel``, and count each row once."""
         if self._scope is None and not self.state.global_step:  # no DDP has copied rank 0's weights
-            check_weights(self.model, self.ring)
+            self._compare_ranks(self.model)
         with self._on_the_ring():
             self.gather_function = self._gather_rows
             return super().evaluation_loop(*args, **kwargs)
@@ -215,6 +233,21 @@ class RingTraining(Base):
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return (nullcontext, inputs) with unchanged inputs, because accelerate's own context parallelism is off."""
         return nullcontext, inputs
+
+
+class CompareFirstStep(TrainerCallback):
+    """Compares the ranks' weights once, after the first step of a training: the steps of unsummed gradients differ."""
+
+    def __init__(self, compare: Callable[..., None]) -> None:
+        self.compare, self.is_first = compare, False
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.is_first = True
+
+    def on_step_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        if self.is_first:
+            self.compare(model, remedy=UNSUMMED)
+        self.is_first = False
 
 
 class RingTrainer(RingTraining, Trainer):

@@ -49,7 +49,9 @@ def check_call(model: nn.Module, given: dict[str, Any]) -> None:
         return
     who = f"{type(model).__name__} got fused_lm_head=True"
     if "fused_lm_head" not in getattr(getattr(model.forward, "__code__", None), "co_varnames", ()):
-        raise ValueError(f"{who}, and has no head of trl: call trl's add_fused_lm_head(model) before, or leave it out")
+        raise ValueError(
+            f"{who}, and has no head of trl: call trl's add_fused_lm_head(model), of trl.trainer.utils, before, or leave it out"
+        )
     if not {"labels", "shift_labels"} & given.keys():
         raise ValueError(f"{who} without labels, whose log-probabilities it returns: pass them")
     for name in {"label_weights", "ignore_index"} & given.keys():
