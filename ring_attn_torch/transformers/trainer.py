@@ -241,10 +241,10 @@ class CompareFirstStep(TrainerCallback):
     def __init__(self, compare: Callable[..., None]) -> None:
         self.compare, self.is_first = compare, False
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         self.is_first = True
 
-    def on_step_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
+    def on_step_end(self, *_: object, model: nn.Module, **__: object) -> None:
         if self.is_first:
             self.compare(model, remedy=UNSUMMED)
         self.is_first = False
