@@ -60,6 +60,12 @@ def padded_local(layout: object, ranks: int, length: int) -> int:
     return -(-length // (ranks * runs)) * runs
 
 
+def smaller_rings(layout: object, ranks: int, local: int, length: int) -> list[int]:
+    """Return the divisors of ``ranks`` on which shards of ``local`` tokens hold ``length`` tokens; none if ``ranks`` do."""
+    fitting = [size for size in range(1, ranks + 1) if ranks % size == 0 and padded_local(layout, size, length) == local]
+    return [] if ranks in fitting else fitting
+
+
 def check_ranks(ranks: object) -> None:
     """Raise ValueError if ``ranks`` is not an integer of at least 1."""
     if not is_integer(ranks):
@@ -74,6 +80,49 @@ def check_length(length: object) -> None:
         raise ValueError(
             "length is the true global number of tokens, an int of at least 0 (static under jit), got " + in_words(length)
         )
+
+
+class ShardLength(int):
+    """The global number of tokens of a shard, with the layout and the number of ranks that the shard was made for.
+
+    Lengths of shards are equal if all three are. So ``jax.jit`` traces a function anew for a shard of another ring.
+    """
+
+    layout: Any
+    ranks: int
+
+    def __new__(cls, length: int, layout: Any, ranks: int) -> ShardLength:
+        self = super().__new__(cls, length)
+        self.layout, self.ranks = layout, ranks
+        return self
+
+    def __getnewargs__(self) -> Any:
+        return int(self), self.layout, self.ranks
+
+    def __eq__(self, other: object) -> bool:
+        alike = not isinstance(other, ShardLength) or (self.layout, self.ranks) == (other.layout, other.ranks)
+        return alike and int(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = int.__hash__
+
+
+def plain_length(length: Any, layout: Any, ranks: int) -> Any:
+    """Return ``length``, a ShardLength as an int. Raise ValueError if its shard was made for another layout or number of ranks.
+
+    On one rank all layouts are alike. A TracedLayout is not compared.
+    """
+    if not isinstance(length, ShardLength):
+        return length
+    named_or_made = isinstance(layout, str) or hasattr(layout, "runs")
+    if length.ranks != ranks or (ranks > 1 and named_or_made and length.layout != layout):
+        raise ValueError(
+            f"these shards were made for {length.ranks} ranks in the layout {length.layout}, and this ring has {ranks} in "
+            f"{layout}: shard for this ring, or pass the mesh axis and the layout of the shards (shard.layout for a balanced one)"
+        )
+    return int(length)
 
 
 def check_rank(rank: object, ranks: int) -> None:
@@ -126,6 +175,7 @@ def gathered_length(shape: tuple[int, ...], layout: Any, ranks: int, length: obj
     Raise ValueError if ``shape`` has fewer than 2 dimensions, its number of tokens is not the shard size for this global number,
     or another argument is invalid.
     """
+    length = plain_length(length, layout, ranks)
     if len(shape) < 2:
         raise ValueError(f"x must be this rank's shard [batch, tokens, ...], got shape {list(shape)}")
     if balanced := hasattr(layout, "seq_local"):

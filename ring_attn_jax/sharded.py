@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend.core import concrete_or_error
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ring_attn_core.data.placed import check_order, where_held
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
 from ring_attn_core.plan.balanced_layout import BalancedLayout
@@ -167,7 +168,7 @@ class ShardedAxes(NamedTuple):
 
 def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: ShardedAxes, return_lse: bool = False) -> Any:
     """Compute ``sharded_ring_attention`` from arguments packed into records. ``v``: None if the values are columns of k."""
-    of_v = k if v is None else v
+    of_v, options = k if v is None else v, options.in_ring(where.ranks)
     dtype_names(q, k, of_v)
     check_shards(q, k, of_v, where)
     for array in described(arrays._replace(dropout_seed=None, positions=None)._asdict()):
@@ -246,6 +247,9 @@ def _check_intervals(arrays: Arrays, queries: int, keys: int, options: Options, 
                 check_available(shard, steps, rank)
         for runs, shard in zip(plan.k_runs, key_extents, strict=False):
             check_key_extents(shard, runs, plan.length)
+        for name, held in (("extents", extents), ("key_extents", key_extents)):
+            if plan.q_runs == plan.k_runs:
+                check_order(name, [where_held(x, plan.q_runs[rank], rank * plan.seq_local) for rank, x in enumerate(held)])
 
 
 def on_mesh(x: Any, mesh: Any, spec: PartitionSpec) -> jax.Array:

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from ring_attn_core import causal, full
-from ring_attn_jax import RingTransformer, shard_batch
+from ring_attn_jax import RingTransformer, document_extents, gather, ring_attention, shard_batch, sharded_ring_attention
 
 from ..support.selection import first
 from .ring import mesh_of
@@ -68,3 +68,46 @@ def test_an_extent_that_begins_after_its_query_is_refused_under_a_causal_mask(ma
     words = r"the extent of row 0, position 6 is \[7, 8\], so the query sees no key under a causal mask"
     with pytest.raises(ValueError, match=words) if refused else nullcontext():
         model(jnp.zeros((1, 8), jnp.int32), length=length, extents=extents)
+
+
+def test_shards_for_another_ring_are_refused_inside_and_outside_of_jit():
+    ids, mesh = jnp.arange(64)[None], mesh_of(4)
+    model = RingTransformer(vocab=99, dim=16, depth=1, heads=2, mesh=mesh, rngs=nnx.Rngs(0))
+    q, forward = jnp.ones((1, 64, 2, 8)), jax.jit(lambda shard: model(shard.ids, shard.positions, shard.length))
+    forward.trace(shard_batch(ids, "zigzag", 4))
+    inside = lambda call: jax.shard_map(call, mesh=mesh, in_specs=jax.P(None, "seq"), out_specs=jax.P(None, "seq"))
+    for ranks, layout in ((8, "zigzag"), (4, "striped")):
+        shard = shard_batch(ids, layout, ranks)
+        for call in (
+            forward.trace,
+            lambda shard: model(shard.ids, shard.positions, shard.length),
+            lambda shard: sharded_ring_attention(q, q, q, mesh=mesh, length=shard.length),
+            lambda shard: jax.eval_shape(inside(lambda q: ring_attention(q, q, q, length=shard.length)), q),
+            lambda shard: jax.eval_shape(inside(lambda ids: gather(ids, length=shard.length)), shard.ids),
+        ):
+            with pytest.raises(ValueError, match=f"made for {ranks} ranks in the layout {layout}, and this ring has 4 in zigzag"):
+                call(shard)
+
+
+def test_a_rank_s_own_length_a_tree_without_key_extents_and_extents_in_another_order_are_refused():
+    mesh, q = mesh_of(4), jnp.ones((1, 64, 2, 8))
+    extents = document_extents(jnp.arange(64)[None] // 7)
+    tree = shard_batch(jnp.arange(64)[None], "balanced", 4, tree=([-1, 0, 0], [8, 30, 26]))
+    mistakes: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("length=16 fits shards of 16 tokens on 1 of the 4 ranks", {"length": 16}),
+        ("length=32 fits shards of 16 tokens on 2 of the 4 ranks of this ring: pass as axis_name=", {"length": 32}),
+        ("extents lie in natural order, and not in the order of the tokens", {"extents": extents}),
+        ("extents lie in natural order", {"extents": extents, "mask": full()}),
+        ("key_extents lie in natural order", {"key_extents": extents.at[..., 0].set(jnp.arange(64))}),
+        ("made for prefix trees, and without key_extents", {"layout": tree.layout}),
+    )
+    for words, how in mistakes:
+        with pytest.raises(ValueError, match=words):
+            jax.eval_shape(lambda q, how=how: sharded_ring_attention(q, q, q, mesh=mesh, **how), q)
+
+
+def test_labels_that_cross_documents_are_refused():
+    ids, documents = jnp.arange(12)[None], jnp.array([[0] * 3 + [1] * 2 + [2] * 7])
+    with pytest.raises(ValueError, match="the label of token 2 of row 0, the last of its document"):
+        shard_batch(ids, "zigzag", 2, documents=documents, labels=jnp.roll(ids, -1, 1))
+    shard_batch(ids, "zigzag", 2, documents=documents, labels=ids)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ring_attn_core import causal, full
-from ring_attn_torch import RingTransformer, shard_batch
+from ring_attn_torch import RingTransformer, document_extents, ring_attention, shard_batch
 from ring_attn_torch.ring.groups import Group, rank_in, ranks_of
 
 
@@ -48,3 +48,56 @@ def extents_after(group: Group, length: int, mask: Any) -> None:
     extents[:, 2] = torch.tensor([7, 8]) if rank_in(group) else extents[:, 2]
     model = RingTransformer(vocab=9, dim=16, depth=1, heads=4, layout="contiguous", group=group, mask=mask)
     model(torch.zeros(1, 4, dtype=torch.long), length=length, extents=extents)
+
+
+def test_shards_for_another_ring_or_in_another_order_are_every_ranks_error_and_nobody_waits(gloo):
+    """Each rank makes each mistake, and then the right call."""
+    outcomes = gloo(4, every_mistake)
+    assert outcomes == [outcomes[0]] * 4
+    for found, expected in zip(
+        outcomes[0],
+        (
+            "rank 0: length=37 fits shards of 20 tokens on 2 of the 4 ranks of this ring: pass as group= the ring of the shards",
+            "rank 0: length=37 fits shards of 20 tokens on 2 of the 4 ranks",
+            "rank 0: length=10 fits shards of 10 tokens on 1 of the 4 ranks of this ring: pass the number of tokens of all ranks",
+            "the ranks of this ring disagree on length: 38 on rank 0, 37 on ranks 1, 2, 3",
+            "extents lie in natural order, and not in the order of the tokens",
+            "extents lie in natural order, and not in the order of the tokens",
+            "rank 0: this balanced layout was made for prefix trees, and without key_extents",
+        ),
+        strict=True,
+    ):
+        assert found.startswith(expected)
+
+
+def every_mistake(group: Group) -> list[str]:
+    ranks, rank = ranks_of(group), rank_in(group)
+    ids, documents = torch.arange(37)[None], torch.arange(40)[None] // 7
+    model = RingTransformer(vocab=99, dim=16, depth=1, heads=2, group=group)
+    two, four = shard_batch(ids, "zigzag", 2, rank % 2), shard_batch(ids, "zigzag", ranks, rank)
+    tree = shard_batch(ids[:, :32], "balanced", ranks, rank, tree=([-1, 0, 0], [8, 14, 10]))
+    extents = document_extents(documents).chunk(ranks, 1)[rank].contiguous()
+    of = lambda shard, **how: ring_attention(*[torch.ones(1, shard.ids.shape[1], 2, 8)] * 3, group=group, **how)
+    found = []
+    for call in (
+        lambda: model(two.ids, two.positions, two.length),
+        lambda: of(two, length=two.length),
+        lambda: of(four, length=four.ids.shape[1]),
+        lambda: of(four, length=37 + (rank == 0)),
+        lambda: of(four, extents=extents),
+        lambda: of(four, extents=extents, mask=full()),
+        lambda: of(tree, layout=tree.layout),
+    ):
+        with pytest.raises(ValueError) as error:  # noqa: PT011  # the messages are compared
+            call()
+        found.append(str(error.value))
+    model(four.ids, four.positions, four.length)
+    of(tree, layout=tree.layout, key_extents=tree.key_extents)
+    return found
+
+
+def test_labels_that_cross_documents_are_refused():
+    ids, documents = torch.arange(12)[None], torch.tensor([[0] * 3 + [1] * 2 + [2] * 7])
+    with pytest.raises(ValueError, match="the label of token 2 of row 0, the last of its document"):
+        shard_batch(ids, "zigzag", 2, documents=documents, labels=ids.roll(-1, 1))
+    shard_batch(ids, "zigzag", 2, documents=documents, labels=ids)

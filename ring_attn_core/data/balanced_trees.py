@@ -66,7 +66,7 @@ def balanced_tree_layout(parents: Any, lengths: Any, ranks: int, *, length: int 
     dealt = deal(joined(subtrees, local), segments, ranks, before)
     if _balance(dealt, before) > MOST_UNEVEN:
         dealt = min(dealt, deal(segments, segments, ranks, before), key=lambda each: _balance(each, before))
-    return BalancedLayout(dealt, tokens)
+    return BalancedLayout(dealt, tokens, tree=True)
 
 
 def tree_work(tree: Tree, runs: tuple[Run, ...]) -> RankWork:

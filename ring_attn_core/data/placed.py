@@ -1,4 +1,4 @@
-"""The check that each token of a shard is at a position that its extent allows. The check finds calls with a wrong layout.
+"""The checks that each token of a shard is at a position that its extent allows. They find calls with a wrong layout.
 
 A query sees keys of its own document, so under a causal mask the extent of a query begins at or before the query. An example:
 documents of 3 and 5 tokens are sharded over 2 ranks in a balanced layout, but the call says that the layout is zigzag:
@@ -13,11 +13,57 @@ one rank notices, because the key extent of a token begins at the token.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 AGAIN = (
     "pass the layout by which these tokens were sharded, layout=shard.layout for a balanced one, and the shard's arrays unchanged"
 )
+
+
+def where_held(extents: Any, runs: Iterable[tuple[int, int, int, int]], first: int) -> tuple[bool, bool]:
+    """Return whether a rank's nonempty extents contain their tokens' positions, in the layout and in natural order.
+
+    ``extents``: a NumPy array [rows, tokens, 2]. ``runs``: the rank's runs (base, length, start, stride) (plan/ring.py).
+    ``first``: the position of the rank's first token in natural order.
+    """
+    import numpy as np
+
+    found = []
+    for base, length, start, stride in runs:
+        begin, end = extents[:, base : base + length, 0], extents[:, base : base + length, 1]
+        places = np.arange(length) * stride + start, np.arange(length) + first + base
+        found.append([bool(((begin <= at) & (end > at) | (begin >= end)).all()) for at in places])
+    in_layout, in_order = map(all, zip(*found, strict=True))
+    return in_layout, in_order
+
+
+def check_order(name: str, ranks: Iterable[Any]) -> None:
+    """Raise ValueError if extents fit the tokens in natural order only. ``ranks``: the result of ``where_held`` for each rank."""
+    found = [each for each in ranks if each]
+    if found and not all(in_layout for in_layout, _ in found) and all(in_order for _, in_order in found):
+        raise ValueError(
+            f"{name} lie in natural order, and not in the order of the tokens: each fits the position that its token would have "
+            f"in natural order. Shard them like the tokens, to_layout({name}, layout, ranks)"
+        )
+
+
+def check_labels(labels: Any, ids: Any, documents: Any, ignore_index: int) -> None:
+    """Raise ValueError if the label of each document's last token is the first token of the next document.
+
+    The arrays are [rows, tokens], of NumPy; if one is None, check nothing. Check nothing either if these documents all begin with
+    one token, since it may be the token that ends each of them.
+    """
+    if labels is None or ids is None or documents is None:
+        return
+    last = (documents[:, :-1] != documents[:, 1:]) & (documents[:, :-1] >= 0) & (documents[:, 1:] >= 0)
+    following, found = ids[:, 1:][last], labels[:, :-1][last]
+    if (following[1:] != following[:-1]).any() and ((found == following) & (found != ignore_index)).all():
+        row, index = (int(i[0]) for i in last.nonzero())
+        raise ValueError(
+            f"the label of token {index} of row {row}, the last of its document, is the first token of the next document, and so "
+            "at every other end: give the last token of each document the label ignore_index, or leave labels out"
+        )
 
 
 def misplaced(extents: Any, tokens: Any, of_tree: bool) -> Any:

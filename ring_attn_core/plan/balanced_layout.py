@@ -21,7 +21,8 @@ class BalancedLayout:
 
     ``runs``: for each rank its runs of consecutive positions as (start, length), in the order of its shard; the lengths add up
     to ``seq_local``. ``length``: number of tokens without padding; positions from ``length`` on are padding. ``documents``: the
-    lengths of the documents that the layout was made for, one tuple for each batch row; empty if unknown.
+    lengths of the documents that the layout was made for, one tuple for each batch row; empty if unknown. ``tree``: True if it
+    was made for prefix trees.
 
     Raise ValueError if a run is empty or not two ints, or if the runs of all ranks together do not hold each position from 0 to
     ``ranks * seq_local - 1`` exactly once. Raise it also if the ranks hold unequal numbers of tokens, or if ``length`` is
@@ -31,6 +32,7 @@ class BalancedLayout:
     runs: tuple[tuple[tuple[int, int], ...], ...]
     length: int
     documents: tuple[tuple[int, ...], ...] = ()
+    tree: bool = False
 
     def __post_init__(self) -> None:
         check_length(self.length)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from ..layouts import plain_length
 from ..masks import causal, check_mask, with_numbers
 from ..plan.balanced_layout import BalancedLayout
 from ..plan.ring import check_steps
@@ -76,6 +77,11 @@ class Options:
         if self.steps is not None:
             check_steps(self.steps)
 
+    def in_ring(self, ranks: int) -> Options:
+        """Return the options with ints as lengths. Raise ValueError if a length is of a shard made for another layout or ring."""
+        lengths = {name: plain_length(getattr(self, name), self.layout, ranks) for name in ("length", "kv_length")}
+        return replace(self, **lengths)
+
     @property
     def values_in_keys(self) -> bool:
         """Return whether the values are columns of k."""
@@ -101,7 +107,7 @@ class Options:
         steps = None if self.steps is None else list(self.steps)
         layout: object = self.layout
         if isinstance(self.layout, BalancedLayout):
-            layout = self.layout.runs, self.layout.length, self.layout.documents
+            layout = self.layout.runs, self.layout.length, self.layout.documents, self.layout.tree
         names = f"{str(self.strategy)!r}, {self.backend!r}, {self.deterministic}"
         return f"({layout!r}, {of_numbers}, {names}, {steps}, {self.v_dim})"
 

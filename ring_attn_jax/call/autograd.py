@@ -55,7 +55,8 @@ def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_nam
     forward does so only if a backend is named and a backward follows (``CompiledCall.recorded``).
     """
     v = k[..., : options.v_dim] if v is None else v
-    problem = on_hardware(problem_of(q, k, v, arrays, ring_size(axis_name), options))
+    ranks = ring_size(axis_name)
+    problem = on_hardware(problem_of(q, k, v, arrays, ranks, options.in_ring(ranks)))
     compiled = checked(problem, anywhere=False)
     (inputs,) = reverse_only(*vary_alike((axis_name,), OpInputs.of(q, k, v, arrays)))
     return _attention(inputs, compiled, axis_name)

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from ring_attn_core.data.balanced_trees import balanced_tree_layout
+from ring_attn_core.data.placed import check_labels
 from ring_attn_core.data.trees import batch_of_trees, longest_path, trees_of
-from ring_attn_core.layouts import check_rank
+from ring_attn_core.layouts import ShardLength, check_rank
 from ring_attn_core.plan.balanced import layout_of_ids
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.validation import check_integer
@@ -41,7 +42,7 @@ class Shard(NamedTuple):
     key_mask: jax.Array | None
     """bool [batch, tokens]: True if queries may attend to the key; False in padded slots. None if no mask was passed."""
     length: int
-    """The true global number of tokens, for ``ring_attention(..., length=length)``."""
+    """The true global number of tokens, for ``ring_attention(..., length=length)``, with the layout and ranks of this shard."""
     key_extents: jax.Array | None = None
     """int32 [batch, tokens, 2]: first and end of the queries that may see a key; [0, 0) in padded slots. None without trees."""
     layout: BalancedLayout | None = None
@@ -127,15 +128,19 @@ def shard_batch(
     if key_mask is not None:
         key_mask = _shaped_like(ids, key_mask=_boolean(key_mask))
         owner = jnp.where(key_mask, owner, -1)
+    given = labels is not None and documents is not None
     if labels is None:
         labels = jnp.where(_next(owner, -1) == owner, _next(ids, ignore_index), ignore_index)
     labels = _shaped_like(ids, labels=integers("labels", labels, "batch", "length"))
+    if given:
+        check_labels(on_host(labels), on_host(ids), on_host(owner), ignore_index)
     labels = jnp.where(owner < 0, ignore_index, labels)
 
     def shard(x: jax.Array, padding: int = 0) -> jax.Array:
         x = to_layout(x, layout, ranks, pad_value=padding)
         return x if rank is None else jnp.stack(jnp.split(x, ranks, 1))[rank]
 
+    length = ShardLength(ids.shape[1], layout, ranks)
     dealt = layout if isinstance(layout, BalancedLayout) else None
     own = _order(layout, ranks, ids.shape[1]) if rank is None else positions(layout, ranks, ids.shape[1], rank)
     where = jnp.broadcast_to(own, (ids.shape[0], len(own)))
@@ -144,7 +149,7 @@ def shard_batch(
         where = where - extents[..., 0]
     if of_path is not None:
         where = shard(of_path)
-    return Shard(shard(ids), shard(labels, ignore_index), where, extents, key_mask, ids.shape[1], key_extents, dealt, longest)
+    return Shard(shard(ids), shard(labels, ignore_index), where, extents, key_mask, length, key_extents, dealt, longest)
 
 
 def _balanced(owner: jax.Array, ranks: int) -> BalancedLayout:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from ring_attn_core.data.batches import Batches
 from ring_attn_core.data.settings import DatasetSettings
+from ring_attn_core.layouts import ShardLength
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 
 from .batch import Shard
 
@@ -104,7 +106,7 @@ class SequenceShardedDataset:
         """Yield shards: ids, labels and positions int32 [batch, tokens], extents int32 [batch, tokens, 2]."""
         for arrays in self._batches.iterate():
             ids, labels, positions, extents = map(jnp.asarray, arrays[:4])
-            yield Shard(ids, labels, positions, extents, None, self._batches.settings.length, None, arrays.layout)
+            yield Shard(ids, labels, positions, extents, None, _length(self._batches, arrays.layout), None, arrays.layout)
 
     def grain(self) -> Any:
         """Return a ``grain.MapDataset`` of the same shards as NumPy arrays, from the resumed state to the end of the last epoch.
@@ -157,6 +159,10 @@ class SequenceShardedDataset:
         self._batches.resume(state)
 
 
+def _length(batches: Batches, dealt: BalancedLayout | None) -> ShardLength:
+    return ShardLength(batches.settings.length, dealt or batches.settings.layout, batches.settings.ranks)
+
+
 class ShardSource:
     """A random access data source for grain. Item i is this rank's shard of batch ``start + i``, counted over all epochs."""
 
@@ -171,7 +177,7 @@ class ShardSource:
     def __getitem__(self, number: int) -> Shard:
         """Return this rank's shard of batch ``start + number`` as NumPy arrays."""
         *arrays, dealt = self._batches.arrays(self._start + int(number))
-        return Shard(*arrays, None, self._batches.settings.length, None, dealt)  # type: ignore[arg-type]
+        return Shard(*arrays, None, _length(self._batches, dealt), None, dealt)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         """Return a text that identifies the data. grain writes it into its checkpoints."""

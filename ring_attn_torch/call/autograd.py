@@ -93,9 +93,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, call: OpCall, total
         compiled, rank = checked(problem, anywhere=False), rank_in(group)
         some = arrays.extents is not None or arrays.key_extents is not None
         look = some and not looked and (problem.device == "cpu" or not agreed(problem, group))
-        if look:
-            compiled.check_values(arrays, rank)
-    agree(problem, group, again=look)
+        held = compiled.check_values(arrays, rank) if look else []
+    compiled.check_orders(agree(problem, group, again=look, value=held))
     with no_autocast(problem.device):
         keys, score = compiled.keys(k, v, arrays), compiled.scored(arrays)
         return loop.forward(q, keys, score, compiled.ring(group), compiled.backend, total)

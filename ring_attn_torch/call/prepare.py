@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
+from ring_attn_core.data.placed import check_order, where_held
 from ring_attn_core.kernels.backends import PASSES, VENDORS, runnable
 from ring_attn_core.plan.needed import NeededPlan, check_available, unavailable
 from ring_attn_core.plan.ring import RingPlan
@@ -104,14 +105,24 @@ class CompiledCall(NamedTuple):
         scale, softcap, rate = self.score[:3]
         return Score(scale, softcap, rate, arrays.extents, arrays.sinks, arrays.alibi_slopes, arrays.dropout_seed)
 
-    def check_values(self, arrays: Arrays, rank: int) -> None:
+    def check_values(self, arrays: Arrays, rank: int) -> list[tuple[bool, bool] | None]:
         """Raise ValueError if ``check_intervals`` does, or if ``extents`` permit a key that this rank neither holds nor receives.
 
-        The values of extents and key extents are read from the device.
+        The values of extents and key extents are read from the device. Return what ``where_held`` says of each, for
+        ``check_orders``.
         """
         self.check_intervals(arrays, rank)
         if arrays.extents is not None and isinstance(self.steps, NeededPlan):
             check_available(arrays.extents.cpu().numpy(), self.steps, rank)
+        runs, first = self.plan.q_runs[rank], rank * self.plan.seq_local
+        alike = self.plan.q_runs == self.plan.k_runs  # a query and a key of an index have one position
+        held = lambda x: None if x is None or not alike else where_held(x.cpu().numpy(), runs, first)
+        return [held(arrays.extents), held(arrays.key_extents)]
+
+    def check_orders(self, ranks: list[Any]) -> None:
+        """Raise ValueError if arrays lie in natural order beside tokens that do not. ``ranks``: each rank's ``check_values``."""
+        for name, found in zip(("extents", "key_extents"), zip(*ranks, strict=True), strict=False):
+            check_order(name, found)
 
     def check_intervals(self, arrays: Arrays, rank: int) -> None:
         """Raise ValueError if an interval in this rank's extents or key extents is invalid.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ring_attn_core.data.balanced_trees import balanced_tree_layout
+from ring_attn_core.data.placed import check_labels
 from ring_attn_core.data.trees import batch_of_trees, longest_path, trees_of
 from ring_attn_core.layouts import check_rank
 from ring_attn_core.plan.balanced import layout_of_ids
@@ -106,9 +107,12 @@ def shard_batch(
     if key_mask is not None:
         key_mask = _shaped_like(ids, key_mask=_boolean(key_mask))
         owner = torch.where(key_mask, owner, -1)
+    given = labels is not None and documents is not None
     if labels is None:
         labels = torch.where(_next(owner, -1) == owner, _next(ids, ignore_index), ignore_index)
     labels = _shaped_like(ids, labels=integers("labels", labels, "batch", "length"))
+    if given:
+        check_labels(on_host(labels), on_host(ids), on_host(owner), ignore_index)
     labels = torch.where(owner < 0, ignore_index, labels)
 
     def shard(x: Tensor, padding: int = 0) -> Tensor:
