@@ -33,7 +33,7 @@ def test_a_model_without_the_layout_of_its_shard_raises_or_gives_nan_under_jit(k
     def call(model: Any, arrays: Any, layout: Any) -> Any:
         ids, positions, extents, key_extents = arrays
         how = {"extents": extents, "key_extents": key_extents, "longest_path": shard.longest_path, "layout": layout}
-        return model(ids, positions, shard.length, **how)
+        return model(ids, positions, int(shard.length), **how)
 
     with jax.set_mesh(mesh) if explicit else nullcontext():
         model = RingTransformer(vocab=99, dim=16, depth=1, heads=4, mesh=mesh, rngs=nnx.Rngs(0))
@@ -52,7 +52,7 @@ def test_a_model_inside_shard_map_without_the_layout_of_its_shard_gives_nan(kind
     def logits(layout: Any) -> Any:
         def call(weights: Any, shard: Any) -> Any:
             how = {"extents": shard.extents, "key_extents": shard.key_extents, "longest_path": shard.longest_path}
-            return nnx.merge(model, weights)(shard.ids, shard.positions, shard.length, **how, layout=layout)
+            return nnx.merge(model, weights)(shard.ids, shard.positions, int(shard.length), **how, layout=layout)
 
         mapped = jax.shard_map(call, mesh=mesh_of(4), in_specs=(jax.P(), jax.P(None, "seq")), out_specs=jax.P(None, "seq"))
         return jax.jit(mapped)(weights, shard)
