@@ -48,7 +48,7 @@ def check_order(name: str, ranks: Iterable[Any]) -> None:
         )
 
 
-def check_labels(labels: Any, ids: Any, documents: Any, ignore_index: int) -> None:
+def check_labels(labels: Any, ids: Any, documents: Any) -> None:
     """Raise ValueError if the label of each document's last token is the first token of the next document.
 
     The arrays are [rows, tokens], of NumPy; if one is None, check nothing. Check nothing either if these documents all begin with
@@ -58,7 +58,7 @@ def check_labels(labels: Any, ids: Any, documents: Any, ignore_index: int) -> No
         return
     last = (documents[:, :-1] != documents[:, 1:]) & (documents[:, :-1] >= 0) & (documents[:, 1:] >= 0)
     following, found = ids[:, 1:][last], labels[:, :-1][last]
-    if (following[1:] != following[:-1]).any() and ((found == following) & (found != ignore_index)).all():
+    if (following[1:] != following[:-1]).any() and (found == following).all():
         row, index = (int(i[0]) for i in last.nonzero())
         raise ValueError(
             f"the label of token {index} of row {row}, the last of its document, is the first token of the next document, and so "

@@ -133,7 +133,7 @@ def shard_batch(
         labels = jnp.where(_next(owner, -1) == owner, _next(ids, ignore_index), ignore_index)
     labels = _shaped_like(ids, labels=integers("labels", labels, "batch", "length"))
     if given:
-        check_labels(on_host(labels), on_host(ids), on_host(owner), ignore_index)
+        check_labels(on_host(labels), on_host(ids), on_host(owner))
     labels = jnp.where(owner < 0, ignore_index, labels)
 
     def shard(x: jax.Array, padding: int = 0) -> jax.Array:

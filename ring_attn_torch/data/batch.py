@@ -112,7 +112,7 @@ def shard_batch(
         labels = torch.where(_next(owner, -1) == owner, _next(ids, ignore_index), ignore_index)
     labels = _shaped_like(ids, labels=integers("labels", labels, "batch", "length"))
     if given:
-        check_labels(on_host(labels), on_host(ids), on_host(owner), ignore_index)
+        check_labels(on_host(labels), on_host(ids), on_host(owner))
     labels = torch.where(owner < 0, ignore_index, labels)
 
     def shard(x: Tensor, padding: int = 0) -> Tensor:
