@@ -55,6 +55,7 @@ def test_the_tokens_of_one_rank_are_no_length_of_all(layout):
 def test_shards_may_be_padded_further_and_a_short_sequence_fits_any_ring():
     for local, length in ((20, 64), (20, 50), (18, 50), (16, 0), (2, 2), (2, 1), (16, None)):
         problem(local, 4, length=length).check()
+    problem(16, 4, length=32, padded_chunk=True).check()  # a chunk of prefill
 
 
 def test_the_layout_of_a_tree_needs_its_key_extents():

@@ -29,6 +29,7 @@ class Options:
     ``return_lse`` is not an option here, because each call computes lse.
 
     ``steps`` is not public: dilated attention sets it to skip shifts at which no query sees a key (see ``RingPlan``).
+    ``padded_chunk`` is not public either: prefill sets it, because the shards of its chunks may be padded to any size.
     ``v_dim``: None if v is an array. If v was not passed, the values are the first ``v_dim`` columns of k, and only k travels.
     ``dropout_offset``: global indices of the first batch row and of the first head of the call. An index is -1 if it is an array
     on a device, whose value the host does not read. Only PyTorch compares this offset between ranks.
@@ -49,6 +50,7 @@ class Options:
     deterministic: bool = False
     steps: tuple[int, ...] | None = None
     v_dim: int | None = None
+    padded_chunk: bool = False
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
@@ -109,12 +111,14 @@ class Options:
         if isinstance(self.layout, BalancedLayout):
             layout = self.layout.runs, self.layout.length, self.layout.documents, self.layout.tree
         names = f"{str(self.strategy)!r}, {self.backend!r}, {self.deterministic}"
-        return f"({layout!r}, {of_numbers}, {names}, {steps}, {self.v_dim})"
+        return f"({layout!r}, {of_numbers}, {names}, {steps}, {self.v_dim}, {self.padded_chunk})"
 
     @classmethod
     def read(cls, text: str, counts: Sequence[int]) -> Options:
         """Build the record from its ``text`` and ``counts``."""
-        layout, scale, softcap, dropout_rate, strategy, backend, deterministic, steps, v_dim = ast.literal_eval(text)
+        layout, scale, softcap, dropout_rate, strategy, backend, deterministic, steps, v_dim, padded_chunk = ast.literal_eval(
+            text
+        )
         length, kv_length, lo, hi = (None if count == NO_COUNT else count for count in counts[:4])
         return cls(
             layout=layout if isinstance(layout, str) else BalancedLayout(*layout),
@@ -130,6 +134,7 @@ class Options:
             deterministic=deterministic,
             steps=None if steps is None else tuple(steps),
             v_dim=v_dim,
+            padded_chunk=padded_chunk,
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -200,12 +200,12 @@ class Problem:
     def _check_shards(self) -> None:
         """Raise ValueError if shards seem made for a ring of fewer ranks, or if a layout of trees comes without key extents."""
         plan, group = self.plan, "group" if self.framework == "torch" else "axis_name"
-        if isinstance(plan.layout, BalancedLayout):
-            if plan.layout.tree and not self._has("key_extents"):
-                raise ValueError(
-                    "this balanced layout was made for prefix trees, and without key_extents their branches see each other: pass "
-                    "key_extents=shard.key_extents, and longest_path=shard.longest_path to a layer or model"
-                )
+        if isinstance(plan.layout, BalancedLayout) and plan.layout.tree and not self._has("key_extents"):
+            raise ValueError(
+                "this balanced layout was made for prefix trees, and without key_extents their branches see each other: pass "
+                "key_extents=shard.key_extents, and longest_path=shard.longest_path to a layer or model"
+            )
+        if isinstance(plan.layout, BalancedLayout) or self.options.padded_chunk:
             return
         for name, length, local in (("length", plan.length, plan.seq_local), ("kv_length", plan.kv_length, plan.kv_local)):
             if fitting := smaller_rings(plan.layout, self.ranks, local, length):
