@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
-from ring_attn_core.kernels import steps
-from ring_attn_core.kernels.call import RingCall
+from ring_attn_core.kernels import backends, steps
+from ring_attn_core.kernels.call import RingCall, call_of
 from ring_attn_core.kernels.compile import compiled, kernel_function
 from ring_attn_core.kernels.launch import Array, Descriptor, Launch, Scalar
 from ring_attn_core.kernels.portable import launches as portable
 from ring_attn_core.kernels.tile_sizes import choose_tiles, padded, shared_memory
+from ring_attn_core.problem.options import Options
+from ring_attn_core.problem.problem import Problem
 
 from ..support.compilation import EVERYTHING, PLAIN, resources
 from ..support.selection import first
@@ -63,10 +66,24 @@ def test_state_is_overwritten_in_place_until_the_last_step():
     assert over(portable.dkv(replace(PLAIN, packed=True), False, False)) == ["dkv_in"]
 
 
-def test_lengths_are_no_part_of_a_compiled_kernel():
-    assert compiled(steps.forward(PLAIN, True, True), 90) is compiled(
-        steps.forward(replace(PLAIN, seq_local=8192), True, True), 90
-    )
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_kernels_of_a_training_step_do_not_grow_with_lengths_batches_and_heads(ranks, monkeypatch):
+    """50 calls of one head size, some padded, by Hopper's kernels, whose backward has three designs, by length."""
+    monkeypatch.setattr(backends, "triton_release", lambda: (3, 6))
+    draw, found = random.Random(0), []
+    for group in (*(4,) * 25, *(1,) * 25):
+        tokens, kv_heads = 2 * draw.randrange(50, 10_000), draw.randrange(1, 17)
+        q, k = ((draw.randrange(1, 5), tokens, heads, 128) for heads in (kv_heads * group, kv_heads))
+        k = (q[0], *k[1:])
+        options = Options(length=ranks * tokens - (ranks > 1) * draw.randrange(2))
+        problem = Problem(q, k, k, ("bfloat16",) * 3, "cuda", ranks, options, capability=90)
+        call = call_of(problem, "hopper")
+        needed = {x.specialization(90) for make in (steps.of_forward, steps.of_backward) for x in make(call, ranks)}
+        ahead = {launch.specialization(90) for launch in backends.launches(problem)}
+        assert needed <= ahead
+        found.append(ahead)
+    assert set().union(*found) == set().union(*found[:4], *found[25:29])
+    assert len(set().union(*found)) <= {1: 7, 2: 24, 4: 24}[ranks]
 
 
 @pytest.mark.parametrize("width", [1, 16, 63, 64, 65, 96, 128, 192, 256])

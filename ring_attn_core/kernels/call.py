@@ -125,10 +125,19 @@ class RingCall:
             "T": Scalar(self.kv_local, "i32"),
         }
 
+    @property
+    def head_counts(self) -> dict[str, Argument]:
+        """Return the numbers of query heads and of key heads as arguments of Hopper's kernels."""
+        return {"H": Scalar(self.heads, "i32"), "G": Scalar(self.kv_heads, "i32")}
+
     @lru_cache(maxsize=4096)  # noqa: B019  # records are few, and equal ones share an entry
     def of_keys(self, tokens: int) -> RingCall:
         """Return a copy of this record for a shard of ``tokens`` keys."""
         return replace(self, kv_local=tokens)
+
+    def of_length(self, tokens: int) -> RingCall:
+        """Return a copy of this record for shards of ``tokens`` queries and keys."""
+        return replace(self, seq_local=tokens, kv_local=tokens)
 
     def q_tiles(self, block: int) -> int:
         """Return the number of query tiles of ``block`` queries in a shard."""
@@ -176,7 +185,7 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: fr
         dropout_rate=problem.options.dropout_rate,
         array_names=frozenset(names),
         packed=plan.travels or problem.options.values_in_keys,
-        aligned=plan.by_counter and not anywhere,
+        aligned="dropout_seed" in names and plan.by_counter and not anywhere,
         zero_masked=plan.blank_keys or not names.isdisjoint({"extents", "key_extents"}) or anywhere,
         fully_masked=problem.blanks or anywhere,
         tf32=backend == "triton_tf32",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..records import hashed_once
 
@@ -71,17 +71,27 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number passed at launch.
-
-    ``divided``, for int32 only: True if Triton compiles a separate kernel for multiples of 16; False if one kernel serves all.
-    """
+    """A number passed at launch, of which one compiled kernel serves all values."""
 
     value: int | float
     type: str
-    divided: bool = True
 
 
 Argument = Array | Descriptor | Scalar
+
+
+class Specialization(NamedTuple):
+    """Everything that changes a kernel's binary: launches of equal specializations share it.
+
+    ``signature``: (parameter, type) of each argument; 16 divides every address. ``capability``: of the GPU, such as 90.
+    """
+
+    kernel: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    warps: int
+    stages: int
+    capability: int
 
 
 @dataclass(frozen=True)
@@ -135,19 +145,10 @@ class Launch:
         """Return the names of the outputs, in order."""
         return tuple(output.name for output in self.outputs)
 
-    @cached_property
-    def signature(self) -> tuple[tuple[str, str], ...]:
-        """Return (parameter, type) of each argument."""
-        return tuple((parameter, argument.type) for parameter, argument in self.arguments)
-
-    @cached_property
-    def divisible(self) -> frozenset[str]:
-        """Return the parameters that 16 divides: addresses of arrays (by contract), and int32 numbers with ``divided`` set."""
-        return frozenset(
-            parameter
-            for parameter, x in self.arguments
-            if isinstance(x, Array) or (isinstance(x, Scalar) and x.type == "i32" and x.divided and x.value % 16 == 0)
-        )
+    def specialization(self, capability: int) -> Specialization:
+        """Return what the kernel is compiled for, on a GPU of compute capability ``capability``."""
+        signature = tuple((parameter, argument.type) for parameter, argument in self.arguments)
+        return Specialization(self.kernel, signature, self.constants, self.warps, self.stages, capability)
 
 
 def host_descriptor(array: Any, x: Descriptor) -> Any:

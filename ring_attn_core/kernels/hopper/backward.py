@@ -67,8 +67,6 @@ from .register_layouts import accumulator, here, matrix
 class BackwardConstants(NamedTuple):
     """The compile-time constants of ``hopper_backward``. STAGES: tiles of q in flight. OUT_STAGES: tiles of dout in flight."""
 
-    H: Any
-    G: Any
     D: Any
     E: Any
     K_STRIDE: Any
@@ -117,6 +115,8 @@ class BackwardArguments(NamedTuple):
     rescale: Any
     S: Any
     T: Any
+    H: Any
+    G: Any
 
 
 class BackwardSharedMemory(NamedTuple):
@@ -165,8 +165,8 @@ def hopper_backward(
     S,
     T,
     together,
-    H: gl.constexpr,
-    G: gl.constexpr,
+    H,
+    G,
     D: gl.constexpr,
     E: gl.constexpr,
     K_STRIDE: gl.constexpr,
@@ -186,13 +186,13 @@ def hopper_backward(
     DTYPE: gl.constexpr = q_BSHD.dtype
     gl.static_assert(STAGES <= BACKWARD_STAGES and OUT_STAGES <= BACKWARD_STAGES, "named barriers overlap")
     sizes: gl.constexpr = BackwardConstants(
-        H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, 0, BLOCK_D, 0,
+        D, E, K_STRIDE, V_STRIDE, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, 0, BLOCK_D, 0,
         True, ZERO_MASKED, FULLY_MASKED, ALIGNED, STAGES, OUT_STAGES,
     )  # fmt: skip
     args = BackwardArguments(
         rows_ptr, key_ranges_ptr, key_extents_ptr, bounds_ptr, intervals_ptr, query_tiles_ptr, key_mask_BT,
         key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH, lse2_BHS, delta_BHS, None, None, dq_RX, dk_BTGD, dv_BTGE,
-        scale, inner, softcap, threshold, rescale, S, T,
+        scale, inner, softcap, threshold, rescale, S, T, H, G,
     )  # fmt: skip
     work = survey(args, keys_of_program(together, args, sizes), sizes)
     sources = Sources(Parts(q_BSHD, q_BSHD), Parts(dout_BSHE, dout_BSHE), Parts(k_BTGD, k_BTGD), Parts(v_BTGE, v_BTGE))
@@ -251,8 +251,8 @@ def consumer(args, shared, work, sizes: gl.constexpr):
         mbarrier.wait(shared.q_full.index(0), 0)
         s = wait_for_products(0, deps=[multiply_queries(shared, 0, sizes)])
         at = (gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0))
-        for member in range(sizes.H // sizes.G):
-            head = work.group * (sizes.H // sizes.G) + member
+        for member in range(args.H // args.G):
+            head = work.group * (args.H // args.G) + member
             for each in range(sizes.Q_RUNS):
                 q_run = sizes.Q_RUNS - 1 - each
                 run = run_of(args, work, sizes, q_run, head, j, seen)
@@ -320,7 +320,7 @@ def run_of(args, work, sizes: gl.constexpr, q_run, head, j, seen):
         bias = slope * (row.stride * (j - work.n0)).to(gl.float32)
     stream = 0
     if args.dropout is not None:
-        stream = gl.load(args.dropout + work.batch * sizes.H + head)
+        stream = gl.load(args.dropout + work.batch * args.H + head)
     return RunOfQueries(begin, row.hi - row.lo, first, queries, row.q_len, row.q_start, row.k_start, row.stride, bias, stream)
 
 

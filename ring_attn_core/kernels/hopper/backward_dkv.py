@@ -88,5 +88,5 @@ def elements(start, row, column, args, work, sizes: gl.constexpr, STRIDE: gl.con
     tile. STRIDE: number of columns of a key head in the array. WIDTH: number of columns of the tile without padding.
     """
     token = work.batch.to(gl.int64) * args.T + work.k_run * work.k_slot + work.n0
-    start += (token * sizes.G + work.group) * STRIDE
-    return start + (row * (sizes.G * STRIDE) + column), (work.n0 + row < work.k_slot) & (column < WIDTH)
+    start += (token * args.G + work.group) * STRIDE
+    return start + (row * (args.G * STRIDE) + column), (work.n0 + row < work.k_slot) & (column < WIDTH)

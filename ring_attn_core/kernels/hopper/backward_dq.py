@@ -34,15 +34,15 @@ TURN_SPACING = gl.constexpr(launches.TURN_SPACING)
 def adder(dq_in_RX, args, shared, work, sizes: gl.constexpr):
     """Add the dq of each step to the sums of its query tile by TMA, as soon as all earlier key tiles have added theirs."""
     tiles = gl.cdiv(work.q_slot, sizes.BLOCK_Q)
-    batch_rows = gl.num_programs(0) // (gl.cdiv(work.k_slot, sizes.BLOCK_K) * sizes.K_RUNS * sizes.G)
-    words = args.sums + (batch_rows * sizes.H * sizes.Q_RUNS * tiles).to(gl.int64) * SUMS
+    batch_rows = gl.num_programs(0) // (gl.cdiv(work.k_slot, sizes.BLOCK_K) * sizes.K_RUNS * args.G)
+    words = args.sums + (batch_rows * args.H * sizes.Q_RUNS * tiles).to(gl.int64) * SUMS
     step = 0
-    for member in range(sizes.H // sizes.G):
-        head = work.group * (sizes.H // sizes.G) + member
+    for member in range(args.H // args.G):
+        head = work.group * (args.H // args.G) + member
         for each in range(sizes.Q_RUNS):
             q_run = sizes.Q_RUNS - 1 - each
             first, last, gaps = walk_of(work, q_run)
-            at = ((work.batch * sizes.H + head) * sizes.Q_RUNS + q_run) * tiles
+            at = ((work.batch * args.H + head) * sizes.Q_RUNS + q_run) * tiles
             turn, turns = turn_of(args, work, sizes, q_run, last - 1)
             here = visits(args, work, sizes, q_run, last - 1, gaps)
             for t in range(last - first):
@@ -155,7 +155,7 @@ def hopper_dq(
     dq_BSHD,
     scale,
     S,
-    H: tl.constexpr,
+    H,
     D: tl.constexpr,
     Q_RUNS: tl.constexpr,
     BLOCK_Q: tl.constexpr,

@@ -101,8 +101,8 @@ def scout(args, shared, work, sizes: gl.constexpr):
     steps = shared.steps
     if work.steps > 0:
         step = 0
-        for member in range(sizes.H // sizes.G):
-            head = work.group * (sizes.H // sizes.G) + member
+        for member in range(args.H // args.G):
+            head = work.group * (args.H // args.G) + member
             for each in range(sizes.Q_RUNS):
                 q_run = sizes.Q_RUNS - 1 - each
                 first, last, gaps = walk_of(work, q_run)
@@ -111,7 +111,7 @@ def scout(args, shared, work, sizes: gl.constexpr):
                     tile = last - 1 - t
                     if visits(args, work, sizes, q_run, tile, gaps):
                         i = tile * BLOCK_Q + gl.arange(0, BLOCK_Q, gl.BlockedLayout([BLOCK_Q // 32], [32], [1], [0]))
-                        sums = (work.batch * sizes.H + head).to(gl.int64) * args.S + q_base + i
+                        sums = (work.batch * args.H + head).to(gl.int64) * args.S + q_base + i
                         inside = i < work.q_slot
                         if sizes.FULLY_MASKED:  # the tile may end with queries of the next run, and these may hold NaN
                             inside = i < args.S - q_base
@@ -155,8 +155,8 @@ def producer(sources, args, shared, work, sizes: gl.constexpr):
         bring_parts(sources.v, work.batch, token, work.group, sizes.V_COLUMN, full, shared.v, 0, sizes.TAIL_E)
         step = 0
         cleaned = gl.to_tensor(0)
-        for member in range(sizes.H // sizes.G):
-            head = work.group * (sizes.H // sizes.G) + member
+        for member in range(args.H // args.G):
+            head = work.group * (args.H // args.G) + member
             for each in range(sizes.Q_RUNS):
                 q_run = sizes.Q_RUNS - 1 - each
                 q_base = gl.load(args.rows + (q_run * sizes.K_RUNS + work.k_run) * ROW_FIELDS + Q_BASE)

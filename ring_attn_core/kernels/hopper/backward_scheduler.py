@@ -70,7 +70,7 @@ def keys_of_program(together, args, sizes: gl.constexpr):
     n0 = tile % tiles * sizes.BLOCK_K
     q_slot = args.S // sizes.Q_RUNS
     return KeyWork(
-        head // sizes.G, head % sizes.G, tile // tiles, tile % tiles, n0, k_slot, q_slot, 0, (0, 0), (0, 0), (0, 0)
+        head // args.G, head % args.G, tile // tiles, tile % tiles, n0, k_slot, q_slot, 0, (0, 0), (0, 0), (0, 0)
     )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def survey(args, work, sizes: gl.constexpr):
             firsts = (firsts[0], first)
             lasts = (lasts[0], last)
             counts = (counts[0], count)
-    steps = steps * (sizes.H // sizes.G)
+    steps = steps * (args.H // args.G)
     return KeyWork(
         work.batch, work.group, work.k_run, work.k_tile, work.n0, work.k_slot, work.q_slot, steps, firsts, lasts, counts
     )  # fmt: skip

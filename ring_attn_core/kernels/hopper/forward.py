@@ -55,8 +55,6 @@ from .scheduler import NUMBERS, announced, run_of, tile_at
 class ForwardConstants(NamedTuple):
     """The compile-time constants of ``hopper_forward``. GROUPS: consumer warpgroups. STAGES: tiles of k, and of v, in flight."""
 
-    H: Any
-    G: Any
     E: Any
     V_COLUMN: Any
     Q_RUNS: Any
@@ -105,6 +103,8 @@ class ForwardArguments(NamedTuple):
     rescale: Any
     S: Any
     T: Any
+    H: Any
+    G: Any
     together: Any
     total: Any
 
@@ -161,8 +161,8 @@ def hopper_forward(
     T,
     together,
     total,
-    H: gl.constexpr,
-    G: gl.constexpr,
+    H,
+    G,
     E: gl.constexpr,
     V_COLUMN: gl.constexpr,
     Q_RUNS: gl.constexpr,
@@ -186,13 +186,13 @@ def hopper_forward(
     GROUPS: gl.constexpr = BLOCK_Q // 64
     gl.static_assert(STAGES <= FORWARD_STAGES and Q_FREE + GROUPS <= VALUES_CLEAN, "named barriers overlap")
     sizes: gl.constexpr = ForwardConstants(
-        H, G, E, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, TAIL_D, BLOCK_E, GROUPS, STAGES,
+        E, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, TAIL_D, BLOCK_E, GROUPS, STAGES,
         Q_IN_REGISTERS, FIRST, LAST, FOLDED, ZERO_MASKED, ALIGNED,
     )  # fmt: skip
     args = ForwardArguments(
         rows_ptr, extents_ptr, key_extents_ptr, key_tiles_ptr, intervals_ptr, tile_order_ptr, not_finite_ptr, key_mask_BT,
         key_mask_spans_ptr, sinks_ptr, alibi_slopes_ptr, dropout_BH, out_in_BSHE, lse_in_BSH, out_BSHE, lse_BSH, tickets_ptr,
-        inner, softcap, threshold, rescale, S, T, together, total,
+        inner, softcap, threshold, rescale, S, T, H, G, together, total,
     )  # fmt: skip
     of_q, of_k = Parts(q_BSHD, q_tail_BSHD), Parts(k_BTGD, k_tail_BTGD)
     q = allocate_parts(of_q, GROUPS, 64, BLOCK_D, TAIL_D)

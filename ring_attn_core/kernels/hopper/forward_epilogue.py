@@ -81,7 +81,7 @@ def finish(acc, m, l, i, before, shared, args, work, sizes: gl.constexpr, GROUP:
 @gluon.jit
 def elements_of_lse(lse, i, args, work, sizes: gl.constexpr):
     """Return pointers to the lse of the queries ``i``, and the mask of the queries that lie inside the run."""
-    return lse + ((first_token(args, work, sizes) + i) * sizes.H + work.head), i < args.S // sizes.Q_RUNS
+    return lse + ((first_token(args, work, sizes) + i) * args.H + work.head), i < args.S // sizes.Q_RUNS
 
 
 @gluon.jit
@@ -108,8 +108,8 @@ def elements_of_out_f32(out, args, work, sizes: gl.constexpr, GROUP: gl.constexp
 def offsets(i, e, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
     """Return the first query's offset in out, each row's offset from that query, and the mask of elements inside the array."""
     m0 = work.m0 + GROUP * 64
-    first = ((first_token(args, work, sizes) + m0) * sizes.H + work.head) * sizes.E
-    return first, i * (sizes.H * sizes.E), (m0 + i < args.S // sizes.Q_RUNS) & (e < sizes.E)
+    first = ((first_token(args, work, sizes) + m0) * args.H + work.head) * sizes.E
+    return first, i * (args.H * sizes.E), (m0 + i < args.S // sizes.Q_RUNS) & (e < sizes.E)
 
 
 @gluon.jit

@@ -35,7 +35,7 @@ def producer(q_BSHD, k_BTGD, v_BTGE, args, shared, sizes: gl.constexpr):
     announce(work, shared)
     while work.tiles >= 0:
         if work.tiles > 0:
-            group = work.head // (sizes.H // sizes.G)
+            group = work.head // (args.H // args.G)
             for each in gl.static_range(sizes.GROUPS):
                 first, last = 0, 0
                 if args.extents is not None:
@@ -123,7 +123,7 @@ def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr, n0=0):
             most = gl.load(args.key_mask + at[0].to(gl.int64) * args.T + j, mask=j < args.T, other=-float("inf"))
     some_nan = False
     if args.not_finite is not None:
-        some_nan = some_hidden(args.not_finite, at[0] * sizes.G + at[2], args.T, at[1], BLOCK_K)
+        some_nan = some_hidden(args.not_finite, at[0] * args.G + at[2], args.T, at[1], BLOCK_K)
     if step >= sizes.STAGES:
         acquire(K_FREE + stage, sizes.GROUPS)
     if args.not_finite is not None:

@@ -138,7 +138,7 @@ def probabilities(weights, step, run, n0, i, shared, args, work, sizes: gl.const
     If values that no query sees may hold NaN, zero them in shared memory.
     """
     if args.dropout is not None:
-        stream = gl.load(args.dropout + work.batch * sizes.H + work.head)
+        stream = gl.load(args.dropout + work.batch * args.H + work.head)
         first = work.m0 + GROUP * 64
         keep = keep_mask_of_tile(
             stream, args.threshold, i, first, n0, run.q_start, run.k_start, run.stride, sizes.BLOCK_K, sizes.ALIGNED

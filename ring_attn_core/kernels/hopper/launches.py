@@ -56,7 +56,7 @@ def forward(call: RingCall, portable: Launch) -> Launch:
     tiles = tiles_of_forward(call)
     of_portable = dict(portable.constants)
     constants = {
-        **{name: of_portable[name] for name in ("H", "G", "E", "V_COLUMN", "Q_RUNS", "K_RUNS")},
+        **{name: of_portable[name] for name in ("E", "V_COLUMN", "Q_RUNS", "K_RUNS")},
         **{name: of_portable[name] for name in ("FIRST", "LAST", "FOLDED", "ZERO_MASKED", "ALIGNED")},
         "BLOCK_Q": tiles.block_q,
         "BLOCK_K": tiles.block_k,
@@ -79,7 +79,7 @@ def forward(call: RingCall, portable: Launch) -> Launch:
             arguments.setdefault(parameter, argument)
         if parameter == "lse_BSH":
             arguments["tickets_ptr"] = Array("tickets", "int32")
-    arguments |= {"together": Scalar(heads_together(call), "i32"), "total": Scalar(total, "i32")}
+    arguments |= {"together": Scalar(heads_together(call), "i32"), "total": Scalar(total, "i32"), **call.head_counts}
     return replace(
         portable,
         kernel="hopper_forward",
@@ -218,10 +218,9 @@ def backward(call: RingCall, last: bool) -> Launch:
         "scale": Scalar(call.scale, "fp32"),
         **call.numbers,
         "together": Scalar(kv_heads_together(call), "i32"),
+        **call.head_counts,
     }
     constants = {
-        "H": call.heads,
-        "G": call.kv_heads,
         "D": call.head_dim,
         "E": call.v_dim,
         "K_STRIDE": key_pitch,
@@ -258,9 +257,9 @@ def dq(call: RingCall) -> Launch:
         "dq_BSHD": Array("dq", call.dtype),
         "scale": Scalar(call.scale, "fp32"),
         "S": Scalar(call.seq_local, "i32"),
+        "H": Scalar(call.heads, "i32"),
     }
     constants = {
-        "H": call.heads,
         "D": call.head_dim,
         "Q_RUNS": call.q_runs,
         "BLOCK_Q": queries(call),

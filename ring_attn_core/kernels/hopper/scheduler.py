@@ -153,7 +153,7 @@ def work_of(ticket, args, sizes: gl.constexpr):
     heads = gl.maximum(gl.minimum(args.together, args.total // tiles - before), 1)  # the minimum is 0 after the last tile
     within = ticket - before * tiles
     head = before + within % heads
-    batch = head // sizes.H
+    batch = head // args.H
     tile = tiles - 1 - within // heads
     if args.tile_order is not None:
         tile = gl.load(args.tile_order + batch * tiles + within // heads, mask=ticket < args.total, other=0)
@@ -164,7 +164,7 @@ def work_of(ticket, args, sizes: gl.constexpr):
     first_token = 0
     if ticket < args.total:
         count, first_run, first_token = survey(args, batch, q_run, m0, sizes)
-    return QueryWork(batch, head % sizes.H, q_run, m0, count, first_run, first_token)
+    return QueryWork(batch, head % args.H, q_run, m0, count, first_run, first_token)
 
 
 @gluon.jit

@@ -55,8 +55,6 @@ from .register_layouts import accumulator
 class WideConstants(NamedTuple):
     """The constants of ``hopper_wide_dkv``; q and k tiles have BLOCK_D + TAIL_D columns, v and dout tiles BLOCK_E + TAIL_E."""
 
-    H: Any
-    G: Any
     D: Any
     E: Any
     K_STRIDE: Any
@@ -131,8 +129,8 @@ def hopper_wide_dkv(
     S,
     T,
     together,
-    H: gl.constexpr,
-    G: gl.constexpr,
+    H,
+    G,
     D: gl.constexpr,
     E: gl.constexpr,
     K_STRIDE: gl.constexpr,
@@ -157,13 +155,13 @@ def hopper_wide_dkv(
 ):
     gl.static_assert(STAGES <= BACKWARD_STAGES and BLOCK_K == 64, "named barriers overlap, or a warpgroup has other keys")
     sizes: gl.constexpr = WideConstants(
-        H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, TAIL_D, BLOCK_E, TAIL_E,
+        D, E, K_STRIDE, V_STRIDE, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, TAIL_D, BLOCK_E, TAIL_E,
         FIRST, ZERO_MASKED, FULLY_MASKED, ALIGNED, STAGES, STAGES, IN_REGISTERS,
     )  # fmt: skip
     args = BackwardArguments(
         rows_ptr, key_ranges_ptr, key_extents_ptr, bounds_ptr, intervals_ptr, query_tiles_ptr, key_mask_BT, key_mask_spans_ptr,
         alibi_slopes_ptr, dropout_BH, lse2_BHS, delta_BHS, dk_in_BTGD, dv_in_BTGE, None, dk_BTGD, dv_BTGE, scale, inner, softcap,
-        threshold, rescale, S, T,
+        threshold, rescale, S, T, H, G,
     )  # fmt: skip
     work = survey(args, keys_of_program(together, args, sizes), sizes)
     sources = Sources(
@@ -217,8 +215,8 @@ def sum_values(args, shared, work, sizes: gl.constexpr):
             0, deps=[multiply_transposed(k, tile_of(shared.q, 0, sizes.TAIL_D), sizes.BLOCK_K, BLOCK_Q, sizes.TAIL_D)]
         )
         step = gl.to_tensor(0)
-        for member in range(sizes.H // sizes.G):
-            head = work.group * (sizes.H // sizes.G) + member
+        for member in range(args.H // args.G):
+            head = work.group * (args.H // args.G) + member
             for each in range(sizes.Q_RUNS):
                 q_run = sizes.Q_RUNS - 1 - each
                 run = run_of(args, work, sizes, q_run, head, j, seen)

@@ -57,8 +57,6 @@ from .wide_dq_producer import producer
 class DqConstants(NamedTuple):
     """The constants of ``hopper_wide_dq``; q and k tiles have BLOCK_D + TAIL_D columns, v and dout tiles BLOCK_E + TAIL_E."""
 
-    H: Any
-    G: Any
     D: Any
     V_COLUMN: Any
     Q_RUNS: Any
@@ -107,6 +105,8 @@ class DqArguments(NamedTuple):
     rescale: Any
     S: Any
     T: Any
+    H: Any
+    G: Any
     tickets: Any
     together: Any
     total: Any
@@ -170,8 +170,8 @@ def hopper_wide_dq(
     T,
     together,
     total,
-    H: gl.constexpr,
-    G: gl.constexpr,
+    H,
+    G,
     D: gl.constexpr,
     V_COLUMN: gl.constexpr,
     Q_RUNS: gl.constexpr,
@@ -195,13 +195,13 @@ def hopper_wide_dq(
     GROUPS: gl.constexpr = BLOCK_Q // 64
     gl.static_assert(V_STAGES <= STAGES and STAGES <= FORWARD_STAGES and GROUPS == 2, "named barriers overlap")
     sizes: gl.constexpr = DqConstants(
-        H, G, D, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, TAIL_D, BLOCK_E, TAIL_E, GROUPS, STAGES, V_STAGES,
+        D, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, TAIL_D, BLOCK_E, TAIL_E, GROUPS, STAGES, V_STAGES,
         IN_REGISTERS, FIRST, ZERO_MASKED, FULLY_MASKED, ALIGNED,
     )  # fmt: skip
     args = DqArguments(
         rows_ptr, extents_ptr, key_extents_ptr, key_tiles_ptr, intervals_ptr, tile_order_ptr, not_finite_ptr, key_mask_BT,
         key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH, lse2_BHS, delta_BHS, dq_in_BSHD, dq_BSHD, scale, inner, softcap,
-        threshold, rescale, S, T, tickets_ptr, together, total,
+        threshold, rescale, S, T, H, G, tickets_ptr, together, total,
     )  # fmt: skip
     of_q, of_dout = Parts(q_BSHD, q_tail_BSHD), Parts(dout_BSHE, dout_tail_BSHE)
     sources = Sources(of_q, of_dout, Parts(k_BTGD, k_tail_BTGD), Parts(v_BTGE, v_tail_BTGE))
@@ -399,7 +399,7 @@ def visit_keys(
     if MASKED and args.not_finite is not None:
         some_nan = read_number(shared.not_finite, step % (2 * sizes.STAGES)) != 0
     if args.dropout is not None:
-        stream = gl.load(args.dropout + work.batch * sizes.H + work.head)
+        stream = gl.load(args.dropout + work.batch * args.H + work.head)
         keep = keep_mask_of_tile(
             stream, args.threshold, i, work.m0 + GROUP * 64, n0, run.q_start, run.k_start, run.stride, BLOCK_K, sizes.ALIGNED
         )
@@ -431,13 +431,13 @@ def finish(x, tile, COLUMN: gl.constexpr, args, work, sizes: gl.constexpr, GROUP
     DTYPE: gl.constexpr = args.dq.dtype.element_ty
     x *= args.scale
     first = work.batch.to(gl.int64) * args.S + work.q_run * (args.S // sizes.Q_RUNS) + work.m0 + GROUP * 64
-    offset = (first * sizes.H + work.head) * sizes.D + COLUMN
+    offset = (first * args.H + work.head) * sizes.D + COLUMN
     limit = args.S // sizes.Q_RUNS - work.m0 - GROUP * 64
     if not sizes.FIRST or DTYPE.is_fp32():
         row, each = rows_and_columns(64, COLUMNS)
         x = by_eights(x)
         inside = (row < limit) & (COLUMN + each < sizes.D)
-        at = row * (sizes.H * sizes.D) + each
+        at = row * (args.H * sizes.D) + each
         if not sizes.FIRST:
             x += gl.load(args.dq_in + offset + at, mask=inside, other=0.0)
         gl.store(args.dq + offset + at, x.to(DTYPE), mask=inside)
@@ -446,5 +446,5 @@ def finish(x, tile, COLUMN: gl.constexpr, args, work, sizes: gl.constexpr, GROUP
         row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LINES)), 1)
         each = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, LINES)), 0)
         tile.store(x.to(DTYPE))
-        at = args.dq + offset + (row * (sizes.H * sizes.D) + each)
+        at = args.dq + offset + (row * (args.H * sizes.D) + each)
         gl.store(at, tile.load(LINES), mask=(row < limit) & (COLUMN + each < sizes.D))

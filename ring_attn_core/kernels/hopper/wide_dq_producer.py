@@ -33,7 +33,7 @@ def producer(sources, args, shared, sizes: gl.constexpr):
             for each in gl.static_range(sizes.GROUPS):
                 fill_queries(sources, args, shared, work, loads, sizes, each)
             loads += 1
-            group = work.head // (sizes.H // sizes.G)
+            group = work.head // (args.H // args.G)
             for run in range(work.first_run, sizes.K_RUNS):
                 pair = work.q_run * sizes.K_RUNS + run
                 tiles = key_tiles(args, work.batch, pair, work.m0, sizes)
@@ -70,7 +70,7 @@ def fill_queries(sources, args, shared, work, loads, sizes: gl.constexpr, GROUP:
     """Load q and dout of a warpgroup's 64 queries by TMA; store their lse in base 2, delta and extents."""
     row = load_row(args.rows, work.q_run * sizes.K_RUNS)
     i = work.m0 + 64 * GROUP + gl.arange(0, 64, gl.BlockedLayout([2], [32], [1], [0]))
-    at = (work.batch * sizes.H + work.head).to(gl.int64) * args.S + row.q_base + i
+    at = (work.batch * args.H + work.head).to(gl.int64) * args.S + row.q_base + i
     lse2 = gl.load(args.lse2 + at, mask=i < row.q_len, other=float("inf"))
     delta = gl.load(args.delta + at, mask=i < row.q_len, other=0.0)
     first, last = 0, 0

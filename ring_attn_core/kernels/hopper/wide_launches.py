@@ -21,7 +21,7 @@ def dq(call: RingCall, portable: Launch) -> Launch:
     tiles = tiles_of(call)
     of_portable = dict(portable.constants)
     constants = {
-        **{name: of_portable[name] for name in ("H", "G", "D", "V_COLUMN", "Q_RUNS", "K_RUNS")},
+        **{name: of_portable[name] for name in ("D", "V_COLUMN", "Q_RUNS", "K_RUNS")},
         "BLOCK_Q": tiles.block_q,
         "BLOCK_K": tiles.block_k,
         **_widths(call),
@@ -44,7 +44,7 @@ def dq(call: RingCall, portable: Launch) -> Launch:
         arguments[parameter] = argument
         if parameter == "dq_BSHD":
             arguments["tickets_ptr"] = Array("tickets", "int32")
-    arguments |= numbers
+    arguments |= numbers | call.head_counts
     return replace(
         portable, kernel="hopper_wide_dq", grid=min(total, PROGRAMS), arguments=tuple(arguments.items()),
         constants=tuple(constants.items()), warps=4, stages=1, scratch=(Output("tickets", (1,), "int32", over="tickets_in"),),
@@ -57,7 +57,7 @@ def dkv(call: RingCall, portable: Launch) -> Launch:
     tiles = tiles_of(call)
     of_portable = dict(portable.constants)
     constants = {
-        **{name: of_portable[name] for name in ("H", "G", "D", "E", "K_STRIDE", "V_STRIDE", "V_COLUMN", "Q_RUNS", "K_RUNS")},
+        **{name: of_portable[name] for name in ("D", "E", "K_STRIDE", "V_STRIDE", "V_COLUMN", "Q_RUNS", "K_RUNS")},
         "BLOCK_Q": tiles.dkv_block_q,
         "BLOCK_K": BLOCK_K,
         **_widths(call),
@@ -72,8 +72,8 @@ def dkv(call: RingCall, portable: Launch) -> Launch:
     }
     of_call = _arguments(call, portable, tiles.dkv_block_q, BLOCK_K, "intervals", "query_tiles")
     ranges = ("key_ranges_ptr", Array("key_ranges", "int32"))
-    arguments = dict(ranges if argument[0] == "extents_ptr" else argument for argument in of_call.items())
-    arguments["together"] = Scalar(kv_heads_together(call, BLOCK_K), "i32")
+    arguments: dict[str, Argument] = dict(ranges if argument[0] == "extents_ptr" else argument for argument in of_call.items())
+    arguments |= {"together": Scalar(kv_heads_together(call, BLOCK_K), "i32"), **call.head_counts}
     return replace(
         portable, kernel="hopper_wide_dkv", grid=call.k_tiles(BLOCK_K) * call.kv_heads * call.batch,
         arguments=tuple(arguments.items()), constants=tuple(constants.items()), warps=4, stages=1,

@@ -32,7 +32,7 @@ def delta(
     delta_BHS,
     factor_BHS,
     S,
-    H: tl.constexpr,
+    H,
     E: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_E: tl.constexpr,

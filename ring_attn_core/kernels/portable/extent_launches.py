@@ -160,9 +160,9 @@ def not_finite(call: RingCall, of_values: bool) -> Launch:
         "x_BTGD": Array("kv" if call.packed else "v" if of_values else "k", call.dtype),
         "not_finite_ptr": Array("not_finite", "int32"),
         "T": Scalar(call.kv_local, "i32"),
+        "G": Scalar(call.kv_heads, "i32"),
     }
     constants = {
-        "G": call.kv_heads,
         "D": width,
         "STRIDE": v_stride if of_values else k_stride,
         "COLUMN": v_column if of_values else 0,

@@ -239,8 +239,8 @@ def query_tiles(
 
 @triton.jit
 def not_finite(
-    x_BTGD, not_finite_ptr, T,
-    G: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, COLUMN: tl.constexpr, BLOCK_D: tl.constexpr,
+    x_BTGD, not_finite_ptr, T, G,
+    D: tl.constexpr, STRIDE: tl.constexpr, COLUMN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Store, for one key head and one span of tokens of k or v, 1 if an element is infinite or NaN, else 0."""
     spans = tl.cdiv(T, SPAN * SPANS) * SPANS

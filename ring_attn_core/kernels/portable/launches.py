@@ -89,8 +89,9 @@ def delta(call: RingCall, out_dtype: str) -> Launch:
         "delta_BHS": Array("delta", "float32"),
         "factor_BHS": Array("factor", "float32") if call.carries_rest else None,
         "S": Scalar(call.seq_local, "i32"),
+        "H": Scalar(call.heads, "i32"),
     }
-    constants = {"H": call.heads, "E": call.v_dim, "BLOCK_Q": tiles.block_q, "BLOCK_E": padded(call.v_dim)}
+    constants = {"E": call.v_dim, "BLOCK_Q": tiles.block_q, "BLOCK_E": padded(call.v_dim)}
     names = ("lse2", "delta", "factor") if call.carries_rest else ("lse2", "delta")
     outputs = tuple(Output(name, shape, "float32") for name in names)
     grid = -(-call.seq_local // tiles.block_q) * call.heads * call.batch
@@ -256,11 +257,11 @@ def decode(call: DecodeCall) -> Launch:
         "pairs_SBNHE": Array("pairs", "float32"),
         "inner": Scalar(call.scale * log2e if cap is None else call.scale / cap, "fp32"),
         "softcap": None if cap is None else Scalar(cap * log2e, "fp32"),
-        "window": None if call.window is None else _count(call.window),
-        "N": _count(call.queries),
-        "T": _count(call.slots),
-        "B": _count(call.batch),
-        "SPLITS": _count(call.splits),
+        "window": None if call.window is None else Scalar(call.window, "i32"),
+        "N": Scalar(call.queries, "i32"),
+        "T": Scalar(call.slots, "i32"),
+        "B": Scalar(call.batch, "i32"),
+        "SPLITS": Scalar(call.splits, "i32"),
     }
     constants = {
         "H": call.heads,
@@ -296,19 +297,14 @@ def merge_pairs(call: DecodeCall, ranks: int | None, final: bool) -> Launch:
         "merged_RE": None if final else Array("merged", "float32"),
         "out_RE": Array("out", call.dtype) if final else None,
         "lse_R": Array("lse", "float32") if final else None,
-        "S": _count(call.splits if ranks is None else ranks),
-        "ROWS": _count(b * n * h),
+        "S": Scalar(call.splits if ranks is None else ranks, "i32"),
+        "ROWS": Scalar(b * n * h, "i32"),
     }
     constants = {"H": h, "E": e, "BLOCK_S": MERGED_AT_ONCE, "BLOCK_E": padded(e)}
     outputs = Output("out", (b, n, h, e), call.dtype), Output("lse", (b, n, h), "float32")
     if not final:
         outputs = (Output("merged", (b, n, h, e + 1), "float32"),)
     return launch_of("merge_pairs", b * n * h, arguments, constants, outputs, TileConfig(0, 0, 4, 1))
-
-
-def _count(value: int) -> Scalar:
-    """Return ``value`` as an int32 for which no special kernel is compiled, because it often differs between decode calls."""
-    return Scalar(value, "i32", divided=False)
 
 
 def tma_fits(call: RingCall) -> bool:
