@@ -72,9 +72,11 @@ def test_a_launch_fits_its_compiled_kernel(launch):
 def test_a_terminal_is_told_of_a_long_wait_in_one_line_that_goes_again(monkeypatch, capsys, terminal):
     monkeypatch.setattr(compile, "PATIENCE", 0.01)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    with compile._slow_notice("a_kernel"):
-        time.sleep(0.3)
-    with compile._slow_notice("another_kernel"):
-        pass
-    said = capsys.readouterr().err
-    assert said == ("Triton compiles a_kernel, once for this machine ...\r\033[K" if terminal else "")
+    monkeypatch.setattr(compile, "_begun", {1, 2, 3})
+    for rank, said in (("0", "Triton compiles 3 kernels, once for this machine ...\r\033[K" if terminal else ""), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        with compile._slow_notice():
+            time.sleep(0.3)
+        with compile._slow_notice():
+            pass
+        assert capsys.readouterr().err == said

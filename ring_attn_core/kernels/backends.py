@@ -14,9 +14,9 @@ from ..plan.balanced_layout import BalancedLayout
 from ..problem.options import Options
 from ..problem.problem import Problem
 from ..releases import warn_if_untried
-from .compile import NEWEST_TRIED, broken_triton, triton_release, triton_version
+from .compile import NEWEST_TRIED, broken_triton, interpreted, start, triton_release, triton_version
 from .hopper.supports import refusal_of_shape
-from .tile_sizes import WIDEST, WIDEST_TAIL
+from .tile_sizes import DESIGN_LENGTHS, WIDEST, WIDEST_TAIL
 
 if TYPE_CHECKING:
     from .call import RingCall
@@ -268,10 +268,41 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
         warnings.warn(f"{name}: {reasons} ({of}). {instead} instead, slower", stacklevel=2)
 
 
+def launches(problem: Problem, anywhere: bool = False, passes: Collection[str] = PASSES) -> list[Launch]:
+    """Return the launches of a problem by the backend that ``select`` returns: none if this backend has no kernels.
+
+    The last ones are those of the backward's other designs, which shards of other lengths need.
+    """
+    from .call import call_of
+
+    chosen = select(problem, problem.options.backend)
+    if chosen in ("blockwise", *VENDORS):
+        return []
+    call = call_of(problem, chosen, anywhere, _left_to_portable(problem))
+    return _all_launches(call, problem, passes)
+
+
+def _all_launches(call: RingCall, problem: Problem, passes: Collection[str]) -> list[Launch]:
+    calls = [call, *(call.of_length(tokens) for tokens in DESIGN_LENGTHS if call.hopper and PASSES[1] in passes)]
+    found = (launch for each in calls for name in passes for launch in _launches(each, problem, name))
+    return list({launch.specialization(problem.capability): launch for launch in found}.values())
+
+
+def begin_backward(problem: Problem, anywhere: bool = False) -> None:
+    """Begin to compile the backward's kernels in other processes; ``runnable`` waits for them and finds their obstacles."""
+    _begin(launches(problem, anywhere, PASSES[1:]), problem.capability)
+
+
+def _begin(needed: list[Launch], capability: int) -> None:
+    if needed and not interpreted():
+        start(needed, capability)
+
+
 def _obstacles(call: RingCall, problem: Problem, passes: Collection[str]) -> dict[str, str]:
     """Return, for each pass whose kernels cannot run, the reason in words; an empty dict if all can run."""
     from .obstacles import obstacle
 
+    _begin(_all_launches(call, problem, passes), problem.capability)
     launches = {name: _launches(call, problem, name) for name in passes}
     found = {name: obstacle(of, problem.capability, problem.options.backend != "auto") for name, of in launches.items()}
     return {name: reason for name, reason in found.items() if reason is not None}

@@ -1,4 +1,4 @@
-"""Compilation of launches, on any host and once per process, and information about the installed Triton.
+"""Compilation of launches, on any host and once per host, and information about the installed Triton.
 
 Triton's on-disk cache holds the binaries. If its folder cannot be written, this process uses a temporary folder instead.
 """
@@ -7,23 +7,27 @@ from __future__ import annotations
 
 import atexit
 import errno
+import os
 import re
 import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from hashlib import sha256
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import rmtree
+from subprocess import Popen
 from typing import Any
 
 from ..releases import TRIED
-from .launch import Launch
+from . import workers
+from .launch import Launch, Specialization
 from .ptx import changed_for_products
 
 NEWEST_TRIED = TRIED["triton"][-1]
@@ -40,6 +44,10 @@ PATIENCE = 2
 """Seconds of compilation after which a message appears on the terminal."""
 
 _one_at_a_time = threading.RLock()
+_made: dict[Specialization, Any] = {}
+"""The compiled kernels of this process, or Triton's errors."""
+_begun: set[Specialization] = set()
+"""The kernels that ``start`` has handed to other processes."""
 _left: list[str] = []
 """A list with Triton's own cache folder, if this process uses a temporary folder in its place; else empty."""
 
@@ -73,32 +81,56 @@ def kernel_function(name: str) -> Any:
     return getattr(import_module(f"{__package__}.{MODULES[name]}"), name)
 
 
+def start(launches: Iterable[Launch], capability: int) -> list[Popen[bytes]]:
+    """Begin to compile the launches that Triton's cache lacks, all at once, in processes of their own, and return these.
+
+    ``compiled`` then waits for its kernel alone. A single missing kernel is left to ``compiled``, which needs no process for it.
+    """
+    wanted = {launch.specialization(capability): None for launch in launches if launch.grid}
+    with _one_at_a_time:
+        _find_cache()
+        missing = [of for of in wanted if of not in _made and _from_cache(of) is None]
+        if len(missing) < 2:
+            return []
+        _begun.update(missing)
+        return workers.start(missing, cache_folder())
+
+
 def compiled(launch: Launch, capability: int) -> Any:
     """Compile a launch for a GPU of compute capability ``capability``, such as 90, and return Triton's compiled kernel.
 
-    The host needs no GPU. Launches share the result if they have the same kernel, types, constants, warps and stages, and if 16
-    divides the same arguments. An error of Triton is cached, and later calls raise it again. After OSError or MemoryError the
-    next call compiles again. One thread compiles at a time, and the others wait.
+    The host needs no GPU. Launches of one ``Specialization`` share the result. If another process of this host compiles the
+    kernel, wait for it and take its result. An error of Triton is cached, and later calls raise it again. After OSError or
+    MemoryError the next call compiles again. One thread compiles at a time, and the others wait.
     """
-    of = launch.kernel, launch.signature, launch.constants, launch.divisible, launch.warps, launch.stages
-    with _one_at_a_time:
-        made = _compiled(*of, capability)
+    of = launch.specialization(capability)
+    made = _made.get(of)
+    if made is None:
+        with _one_at_a_time:
+            made = _made.get(of)
+            if made is None:
+                _find_cache()
+                with _slow_notice(), workers.alone(of, cache_folder()):
+                    made = _made[of] = compile_here(of)
     if isinstance(made, Exception):
         raise made
     return made
 
 
 @contextmanager
-def _slow_notice(kernel: str) -> Iterator[None]:
-    """Print a line if stderr is a terminal and the with block takes longer than ``PATIENCE``; erase the line at the end."""
+def _slow_notice() -> Iterator[None]:
+    """Print a line if the with block takes longer than ``PATIENCE``, and erase it at the end; only on rank 0's terminal."""
     shown = threading.Event()
 
     def notify() -> None:
         shown.set()
-        print(f"Triton compiles {kernel}, once for this machine ...", end="", file=sys.stderr, flush=True)
+        count = len(_begun - _made.keys()) or 1
+        print(
+            f"Triton compiles {count} kernel{'s' * (count > 1)}, once for this machine ...", end="", file=sys.stderr, flush=True
+        )
 
     timer = threading.Timer(PATIENCE, notify)
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
         timer.start()
     try:
         yield
@@ -108,63 +140,89 @@ def _slow_notice(kernel: str) -> Iterator[None]:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-@cache
-def _compiled(
-    kernel: str,
-    signature: tuple[tuple[str, str], ...],
-    constants: tuple[tuple[str, Any], ...],
-    divisible: frozenset[str],
-    warps: int,
-    stages: int,
-    capability: int,
-) -> Any:
-    """Compile a kernel and return it, or return the error of Triton; cache either. Raise OSError and MemoryError, uncached."""
+def compile_here(of: Specialization) -> Any:
+    """Compile a kernel through Triton's cache, or a temporary folder if that cannot be written; return an error of Triton.
+
+    Raise OSError and MemoryError.
+    """
     try:
-        source = _source(kernel, dict(signature), dict(constants), divisible)
-        options = {
-            "num_warps": warps,
-            "num_stages": stages,
-            "enable_fp_fusion": True,
-            "ptx_version": PTX_VERSIONS.get(capability, 87),
-        }
-        return _kept(source, capability, options)
+        try:
+            return _triton_compile(of)
+        except OSError as error:
+            if error.errno not in NO_ROOM or _left:
+                raise
+            _leave_cache(error)
+            return _triton_compile(of)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # Triton, LLVM and ptxas may raise anything
         return error.with_traceback(None)
 
 
-def _source(kernel: str, types: dict[str, str], values: dict[str, Any], divisible: frozenset[str]) -> Any:
-    """Return Triton's source record of a kernel, with the types of its arguments and the values of its constants."""
+def is_cached(launch: Launch, capability: int) -> bool:
+    """Return whether this process or Triton's cache has the kernel of a launch."""
+    of = launch.specialization(capability)
+    with _one_at_a_time:
+        return of in _made or _from_cache(of) is not None
+
+
+@cache
+def _sources() -> str:
+    """Return a hash of all files that kernels are made of."""
+    here = Path(__file__).parent
+    files = [*here.glob("portable/*.py"), *here.glob("hopper/*.py"), here / "tile_sizes.py"]
+    files += [here.parent / "runs.py", here.parent / "dropout.py"]
+    return sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
+
+
+class _NotCached(Exception):
+    """Raised where a compilation would begin."""
+
+
+def _from_cache(of: Specialization) -> Any | None:
+    """Read a kernel from Triton's cache into ``_made`` and return it; return None if it is not there or damaged."""
+
+    def stop(*_: Any) -> None:
+        raise _NotCached
+
+    try:
+        _made[of] = made = _triton_compile(of, make_ir=stop)
+    except Exception:  # what is wrong with it is said by ``compiled``
+        return None
+    return made
+
+
+def _triton_compile(of: Specialization, make_ir: Callable[..., Any] | None = None) -> Any:
+    """Call Triton's compiler. ``make_ir``: called in place of the first stage, if the kernel is not in the cache."""
+    import triton
+    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function = kernel_function(kernel)
+    function, types, values = kernel_function(of.kernel), dict(of.signature), dict(of.constants)
+    function.hash = _sources()  # Triton's own depends on the kernels that the process has hashed before: no other one would match
     make = ASTSource
     if function.is_gluon():
         from .hopper.gluon import source as make
-    return make(
+    source = make(
         function,
         signature={parameter: types.get(parameter, "constexpr") for parameter in function.arg_names},
         constexprs={(i,): values.get(parameter) for i, parameter in enumerate(function.arg_names) if parameter not in types},
-        attrs={(function.arg_names.index(parameter),): [["tt.divisibility", 16]] for parameter in sorted(divisible)},
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, parameter in enumerate(function.arg_names)
+            if types.get(parameter, "").startswith("*")
+        },
     )
-
-
-def _kept(source: Any, capability: int, options: dict[str, Any]) -> Any:
-    """Compile a source through Triton's cache folder, or through a temporary folder if Triton's cannot be written."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    _find_cache()
-    compile_it = lambda: triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    with _slow_notice(source.fn.__name__), changed_for_products(triton_release()):
-        try:
-            return compile_it()
-        except OSError as error:
-            if error.errno not in NO_ROOM or _left:
-                raise
-            _leave_cache(error)
-            return compile_it()
+    if make_ir is not None:
+        source.make_ir = make_ir
+    options = {
+        "num_warps": of.warps,
+        "num_stages": of.stages,
+        "enable_fp_fusion": True,
+        "ptx_version": PTX_VERSIONS.get(of.capability, 87),
+    }
+    with changed_for_products(triton_release()):
+        return triton.compile(source, target=GPUTarget("cuda", of.capability, 32), options=options)
 
 
 @cache

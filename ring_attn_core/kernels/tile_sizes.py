@@ -247,6 +247,10 @@ def wide_tiles(head_dim: int, v_dim: int, tokens: int) -> WideConfig:
     return WideConfig(128, 64, 2, 2, 128, 2, True, True)
 
 
+DESIGN_LENGTHS = 2048, 4096, 8192
+"""Tokens of a shard: one length for each design of the Hopper backward, by ``wide_tiles`` and ``hopper_passes``."""
+
+
 def hopper_passes(head_dim: int, v_dim: int, query_heads: int, tokens: int, extents: bool = False) -> int:
     """Return the number of passes of the Hopper backward: 1 or 2.
 

@@ -79,18 +79,18 @@ def attention(
     elif torch.is_grad_enabled() and [x for x in tensors if x.requires_grad]:
         total = State(*Eager.apply(call, None, q, k, v, *arrays))
     else:
-        total = forward(q, k, v, arrays, call)
+        total = forward(q, k, v, arrays, call, ahead=False)
     if results is not None:
         results.store(total)
     return total[:2]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, call: OpCall, total: State | None = None) -> State:
-    """Check that all ranks agree on the call, and run the ring forward. ``total``: an attention state from which to continue."""
+def forward(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, call: OpCall, total: State | None = None, *, ahead: bool) -> State:
+    """Check that all ranks agree, and run the ring, from the state ``total`` if it is not None. ``ahead``: see ``checked``."""
     group = group_of(call.group)
     problem, looked = settle(problem_on(q, k, v, arrays, group, call.options), arrays, group)
     with same_error(group):
-        compiled, rank = checked(problem, anywhere=False), rank_in(group)
+        compiled, rank = checked(problem, anywhere=False, ahead=ahead), rank_in(group)
         some = arrays.extents is not None or arrays.key_extents is not None
         look = some and not looked and (problem.device == "cpu" or not agreed(problem, group))
         held = compiled.check_values(arrays, rank) if look else []
@@ -172,7 +172,7 @@ def fake_outputs(q: Tensor, v: Tensor) -> Outputs:
 
 @as_op(f"forward(Tensor q, Tensor k, Tensor v, SymInt[] counts, str call, {OPTIONAL}) -> (Tensor, Tensor, Tensor)")
 def _forward(q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int], call: str, *arrays: Tensor | None) -> Outputs:
-    return as_outputs(forward(q, k, v, Arrays(*arrays), OpCall.read(call, tuple(counts))))
+    return as_outputs(forward(q, k, v, Arrays(*arrays), OpCall.read(call, tuple(counts)), ahead=True))
 
 
 @torch.library.register_fake("ring_attn::forward")
@@ -235,7 +235,7 @@ class Eager(torch.autograd.Function):
     def forward(
         ctx: Any, call: OpCall, known: State | None, q: Tensor, k: Tensor, v: Tensor, *arrays: Tensor | None
     ) -> tuple[Tensor, ...]:
-        total = forward(q, k, v, Arrays(*arrays), call) if known is None else known
+        total = forward(q, k, v, Arrays(*arrays), call, ahead=True) if known is None else known
         ctx.call = call
         ctx.save_for_backward(*arrays, q, k, v, *total.arrays)
         if total.rest is not None:

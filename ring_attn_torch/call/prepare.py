@@ -14,7 +14,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
 from ring_attn_core.data.placed import check_order, where_held
-from ring_attn_core.kernels.backends import PASSES, VENDORS, runnable
+from ring_attn_core.kernels.backends import PASSES, VENDORS, begin_backward, runnable
 from ring_attn_core.plan.needed import NeededPlan, check_available, unavailable
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.problem.checks import OptionalArray, check_extents, check_key_extents, check_v_dim
@@ -148,8 +148,10 @@ class CompiledCall(NamedTuple):
 
 
 @lru_cache(maxsize=MOST_KNOWN)
-def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
+def checked(problem: Problem, *, anywhere: bool, ahead: bool = False) -> CompiledCall:
     """Check the problem, compile its forward kernels, and cache the result.
+
+    ``ahead``: begin to compile the backward's kernels too, without waiting for them.
 
     ``anywhere``: True for ``attend_block``, whose caller chooses the position at which a run of tokens begins; False if the plan
     determines all positions. A backend that the user names is checked for the backward too. With "auto" a backend for the
@@ -160,6 +162,8 @@ def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     plan, options = problem.check(), problem.options
     score = Score(problem.scale, options.softcap, options.dropout_rate)
     forward_only = options.backend == "auto" or options.values_in_keys
+    if ahead and forward_only:
+        begin_backward(problem.ordinary, anywhere)
     backend = _backend_of(problem, anywhere, PASSES[:1] if forward_only else PASSES)
     return CompiledCall(plan, score, backend, problem.strategy, problem.steps, options.values_in_keys)
 

@@ -92,7 +92,7 @@ def prefill(
     if total is not None and sinks is not None:
         total = _with_sinks(total, sinks)
     arrays = arrays if step.fresh else arrays._replace(sinks=None)  # sinks count once: with the chunk or the cached keys
-    out, *_ = forward(q, k, v, arrays, of_ring._replace(options=options), total)
+    out, *_ = forward(q, k, v, arrays, of_ring._replace(options=options), total, ahead=False)
     cache.append(layer, k, v, step)  # after the attention, since a window's slots are reused
     return (out.masked_fill((step.positions < 0)[..., None, None], 0) if ragged else out), cache
 

@@ -1,0 +1,127 @@
+"""Compilation of kernels in processes of their own, and the locks by which the processes of a host share the work.
+
+A kernel that is being compiled has a locked file beside Triton's cache. The process that gets the lock compiles the kernel, or
+hands the lock to a worker that does; the others wait for the lock, and then find the kernel in the cache. The lock of a process
+that ends, killed or not, is free, so another process compiles what it left.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+
+from .launch import Specialization
+
+LIMIT = 300.0
+"""Seconds to wait for another process before compiling the kernel here too."""
+INTERVAL = 0.02
+"""Seconds between two looks at a lock."""
+
+
+def start(missing: Sequence[Specialization], cache: str) -> list[subprocess.Popen[bytes]]:
+    """Start workers that compile kernels into Triton's ``cache``, and return them, at most one for each processor.
+
+    Leave out the kernels that other processes compile.
+    """
+    # The longest to compile first: those of Hopper.
+    ordered = sorted(missing, key=lambda of: "hopper" not in of.kernel)
+    jobs: list[tuple[Specialization, int]] = []
+    for of in ordered:
+        with suppress(BlockingIOError):
+            lock = _lock(of, cache)
+            if lock is not None:
+                jobs.append((of, lock))
+    started = []
+    with suppress(OSError):  # no memory or no process is left: ``compiled`` compiles in its own process
+        for first in range(count := min(len(jobs), os.cpu_count() or 1)):
+            started.append(_start_worker(jobs[first::count], cache))
+    for _, lock in jobs:
+        os.close(lock)  # the workers hold their own copies
+    return started
+
+
+def _start_worker(jobs: Sequence[tuple[Specialization, int]], cache: str) -> subprocess.Popen[bytes]:
+    paths = os.pathsep.join(path for path in sys.path if path)
+    worker = subprocess.Popen(
+        [sys.executable, "-P", "-m", __name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,  # its errors come again where the kernel is needed
+        env=os.environ | {"PYTHONPATH": paths, "TRITON_CACHE_DIR": cache},
+        pass_fds=[lock for _, lock in jobs],
+    )
+    assert worker.stdin is not None
+    with worker.stdin:
+        worker.stdin.write(pickle.dumps(jobs))
+    threading.Thread(target=worker.wait, daemon=True).start()  # else it would stay a zombie
+    return worker
+
+
+@contextmanager
+def alone(of: Specialization, cache: str) -> Iterator[None]:
+    """Wait until no other process of this host compiles a kernel, at most ``LIMIT`` seconds; hold its lock within the block."""
+    lock, end = None, time.monotonic() + LIMIT
+    while time.monotonic() < end:
+        try:
+            lock = _lock(of, cache)
+            break
+        except BlockingIOError:
+            time.sleep(INTERVAL)
+    try:
+        yield
+    finally:
+        _unlock(lock)
+
+
+def _lock(of: Specialization, cache: str) -> int | None:
+    """Lock a kernel's file and return its descriptor; return None on a system or in a folder without locks.
+
+    Raise BlockingIOError if another process has the lock.
+    """
+    file = None
+    try:
+        import fcntl
+
+        folder = Path(cache, "ring-attn-locks")
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder / sha256(repr(of).encode()).hexdigest()[:32], os.O_RDWR | os.O_CREAT, 0o666)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (ImportError, OSError) as error:
+        if file is not None:
+            os.close(file)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+    return file
+
+
+def _unlock(lock: int | None) -> None:
+    if lock is not None:
+        import fcntl
+
+        fcntl.flock(lock, fcntl.LOCK_UN)  # frees it for copies of the descriptor too, which a fork may have made
+        os.close(lock)
+
+
+def main() -> None:
+    """Compile the kernels that stdin names, one after the other, and free the lock of each."""
+    from .compile import compile_here
+
+    jobs = pickle.load(sys.stdin.buffer)
+    for _, lock in jobs:
+        os.set_inheritable(lock, False)  # Triton's assembler would keep the lock of a killed worker
+    for of, lock in jobs:
+        compile_here(of)
+        _unlock(lock)
+
+
+if __name__ == "__main__":
+    main()
