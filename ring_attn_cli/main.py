@@ -25,6 +25,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from .compare.command import compare  # noqa: E402
+from .compile.command import compile_kernels  # noqa: E402
 from .doctor.command import doctor  # noqa: E402
 from .generate.command import generate  # noqa: E402
 
@@ -32,7 +33,7 @@ MOST_RANKS = 4096
 """Largest number of ranks in a drawn plan; drawing time grows with its square."""
 
 app = typer.Typer(
-    help="Exact ring attention: run the demo, train, generate, draw a plan, compare, check this machine.",
+    help="Exact ring attention: run the demo, train, generate, draw a plan, compare, compile, check this machine.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -235,6 +236,7 @@ def train(
 
 app.command()(doctor)
 app.command()(compare)
+app.command("compile")(compile_kernels)
 app.command()(generate)
 
 

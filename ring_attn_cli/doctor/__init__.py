@@ -96,8 +96,22 @@ def findings(problem: Problem, framework: str = "both") -> list[Finding]:
         except (ImportError, OSError, RuntimeError) as error:  # report a broken installation instead of failing on it
             found.append(Finding(name, (f"installed, but does not start: {error}".partition("\n")[0],)))
         else:
-            found.append(Finding(name, words, choices(replace(problem, framework=package, **where))))
+            here = replace(problem, framework=package, **where)
+            found.append(Finding(name, words + kernels_in_words(here), choices(here)))
     return found
+
+
+def kernels_in_words(problem: Problem) -> tuple[str, ...]:
+    """Return a line that says how many kernels of the problem Triton's cache has; no line if the problem needs none."""
+    from ring_attn_core.kernels.backends import launches
+    from ring_attn_core.kernels.compile import cache_folder, is_cached
+
+    needed = launches(problem)
+    if not needed:
+        return ()
+    have = sum(is_cached(launch, problem.capability) for launch in needed)
+    advice = "" if have == len(needed) else "; ring-attn compile compiles a model's kernels ahead"
+    return (f"{have} of the {len(needed)} kernels of this problem are compiled, in {cache_folder()}{advice}",)
 
 
 def choices(problem: Problem) -> tuple[BackendFitness, ...]:

@@ -49,7 +49,8 @@ class TrainWatch:
             at_end = line["step"] >= self._config.steps
             if at_end:
                 self._console.print(f"step {line['step']} of {self._config.steps}: nothing is left to train; pass more --steps")
-            self._progress.update(self._task, completed=line["step"], description="" if at_end else "first step")
+            stage = "first step" if line["device"] == "cpu" else "compiling kernels, first step"
+            self._progress.update(self._task, completed=line["step"], description="" if at_end else stage)
         elif kind == "step":
             self._progress.update(self._task, completed=line["step"], description=in_short(line))
             if not self._console.is_terminal and time.monotonic() - self._shown > EVERY:
