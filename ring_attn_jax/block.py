@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ring_attn_core.kernels.call import BEYOND
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
 from ring_attn_core.problem.checks import FARTHEST, check_pairs, check_runs, check_v_dim, rate_of
@@ -17,6 +18,7 @@ from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band, Run, row
 
 from .attend.dropout import dropout_state
+from .attend.one_run import impossible, positions_of
 from .attend.state import State
 from .axes import dtype_names, on_auto_axes, sharded_like, vary_alike
 from .call.autograd import OpInputs, refuse_second_derivative, reverse_only, sharded_state
@@ -126,7 +128,10 @@ def _int32(x: Any) -> Any:
 def _attention(inputs: OpInputs, rows: jax.Array, compiled: CompiledCall) -> State:
     def forward(inputs: OpInputs, rows: jax.Array) -> State:
         q, k, v, arrays = inputs
-        return compiled.backend.attend(q, compiled.keys(k, v, arrays), rows, compiled.scored(arrays), None, last=False)
+        state = compiled.backend.attend(q, compiled.keys(k, v, arrays), rows, compiled.scored(arrays), None, last=False)
+        if arrays.extents is None:
+            return state
+        return state.nan_at(impossible(arrays.extents, positions_of(rows[:, 0, 2:5], q.shape[1]), BEYOND))
 
     return on_auto_axes(forward, sharded_state(inputs))(inputs, rows)
 

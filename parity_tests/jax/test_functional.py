@@ -134,6 +134,14 @@ def test_tokens_beyond_the_lengths_are_padding_without_a_mesh_too():
     assert (lse[:, 6:] == -jnp.inf).all()
 
 
+@pytest.mark.parametrize("ids", [[1, 1, 2, 2, 1, 1, 3, 3], [1, 1, -1, -1, 1, 1, 1, 2]], ids=["an id again", "padding inside"])
+def test_a_traced_mask_of_documents_in_parts_is_exact(ids):
+    ids = jnp.array(ids)
+    mask = ((ids[:, None] == ids) & (ids >= 0))[None, None]
+    out, expected = jax.jit(lambda *x: [f(*x[:3], mask=x[3]) for f in (alone, jax.nn.dot_product_attention)])(*arrays(), mask)
+    np.testing.assert_allclose(out[:, ids >= 0], expected[:, ids >= 0], atol=1e-6)
+
+
 def test_without_a_batch_and_under_vmap_it_is_the_same():
     qkv, mask = arrays(), np.tri(8, dtype=bool)
     expected = alone(*qkv, mask=mask[None, None])

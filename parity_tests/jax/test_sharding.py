@@ -12,8 +12,19 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ring_attn_core import LAYOUTS
-from ring_attn_jax import document_extents, from_layout, loss, prefix_extents, shard_batch, to_layout
+from ring_attn_core import LAYOUTS, full
+from ring_attn_core.plan.balanced import balanced_layout
+from ring_attn_jax import (
+    TracedLayout,
+    attend_block,
+    document_extents,
+    from_layout,
+    loss,
+    prefix_extents,
+    shard_batch,
+    sharded_ring_attention,
+    to_layout,
+)
 
 from ..support.models import assert_near
 from ..support.selection import first, one_in
@@ -134,6 +145,55 @@ def test_cu_seqlens_and_prefix_may_be_traced():
     for wrong in (lambda x: document_extents(x[0]), lambda x: document_extents(x / 2), lambda x: prefix_extents(x, 4)):
         with pytest.raises(ValueError, match="must be integers"):
             jax.jit(wrong)(jnp.zeros((2, 4), jnp.int32))
+
+
+ROWS = np.array([[0, 0, 0, 1, 1, 1, 1, 1]] * 2)
+
+
+def on_zigzag_shards(q, documents):
+    extents = shard_batch(documents, "zigzag", 2, documents=documents).extents
+    return sharded_ring_attention(q, q, q, mesh=mesh_of(2), extents=extents)
+
+
+def in_a_traced_layout(q, documents):
+    table = TracedLayout.of(balanced_layout((3, 5), 2))
+    extents = to_layout(document_extents(documents), table, 2)
+    return sharded_ring_attention(q, q, q, mesh=mesh_of(2), extents=extents, layout=table)
+
+
+def in_a_block(q, documents):
+    return attend_block(q, q, q, extents=document_extents(documents))[0]
+
+
+@pytest.mark.parametrize("attend", [on_zigzag_shards, in_a_traced_layout, in_a_block])
+@pytest.mark.parametrize("ids", [[1, 1, 2, 2, 1, 1, 1, 1], [1, 1, -1, -1, 1, 1, 1, 1]], ids=["an id again", "padding inside"])
+def test_documents_that_eager_refuses_are_nan_under_jit_in_their_row_alone(ids, attend):
+    q, documents = jax.random.normal(jax.random.key(0), (2, 8, 1, 4)), jnp.array([ids, ROWS[1]])
+    with pytest.raises(ValueError, match=r"decrease|inside a document"):
+        attend(q, documents)
+
+    @jax.jit
+    def out_and_dq(q, documents):
+        out, pull = jax.vjp(lambda q: attend(q, documents), q)
+        return out, *pull(jnp.ones_like(out))
+
+    for found, right in zip(out_and_dq(q, documents), out_and_dq(q, ROWS), strict=True):
+        assert jnp.isnan(found[0]).all()
+        np.testing.assert_array_equal(found[1], right[1])
+        assert not jnp.isnan(right).any()
+
+
+@pytest.mark.parametrize("ends", [[1, 8], [0, 5, 3], [0, 9]], ids=str)
+def test_traced_ends_of_documents_that_eager_refuses_are_impossible_extents(ends):
+    extents = jax.jit(lambda ends: document_extents(cu_seqlens=ends, length=8))
+    assert (extents(jnp.array(ends)) == jnp.array([-1, 8])).all()
+
+
+def test_impossible_extents_are_nan_under_jit_at_their_query_alone_and_padding_stays_0():
+    q, given = jnp.ones((1, 8, 1, 4)), [[0, 7], [-1, 7], [3, 2], [0, 8], [0, 0], [0, 7], [1, 7], [-1, 9]]
+    call = partial(sharded_ring_attention, mesh=mesh_of(2), layout="contiguous", mask=full(), length=7)
+    out = jax.jit(lambda q, extents: call(q, q, q, extents=extents))(q, jnp.array([given]))
+    np.testing.assert_array_equal(out[0, :, 0, 0], [1, np.nan, np.nan, np.nan, 0, 1, 1, 0])
 
 
 def test_integers_that_jax_would_wrap_are_refused():

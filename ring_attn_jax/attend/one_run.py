@@ -65,6 +65,15 @@ def positions_of(runs: jax.Array, tokens: int) -> jax.Array:
     return jnp.where(held.any(1), jnp.where(held, start + offset, 0).sum(1, dtype=jnp.int32), jnp.int32(BEYOND))
 
 
+def impossible(extents: jax.Array, at: jax.Array, kv_length: int) -> jax.Array:
+    """Return bool [b s], True for each query whose extent is not ``0 <= first <= end <= kv_length``; False at padding.
+
+    ``at``: the position of each query, int32 [s], as ``positions_of`` returns it.
+    """
+    first, end = jnp.unstack(clipped(extents), axis=-1)
+    return (at < BEYOND) & ((extents < 0).any(-1) | (end < first) | (end > min(kv_length, BEYOND)))
+
+
 def limits(at: jax.Array, band: Band) -> tuple[jax.Array, jax.Array]:
     """Return (least, most), int32 [s 2] each: ``jnp.clip(extents, least, most)`` restricts extents [s 2] to the mask ``band``.
 

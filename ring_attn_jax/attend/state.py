@@ -25,6 +25,10 @@ class State(NamedTuple):
         """Return (out, lse), or (out, lse, rest) if rest is not None."""
         return (self.out, self.lse) if self.rest is None else (self.out, self.lse, self.rest)
 
+    def nan_at(self, wrong: jax.Array | None) -> State:
+        """Set ``out`` to NaN at the queries of ``wrong``, bool [b s]: no error can tell of traced values. None: at no query."""
+        return self if wrong is None else self._replace(out=jnp.where(wrong[..., None, None], jnp.nan, self.out))
+
 
 Gradients = jax.Array | tuple[jax.Array, ...]
 """The gradients of keys: dkv packed like k and v, or (dk, dv) if k and v are two arrays."""

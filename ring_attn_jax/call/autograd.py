@@ -15,11 +15,13 @@ from jax.sharding import PartitionSpec
 
 from ring_attn_core.problem.options import Options
 
+from ..attend.one_run import impossible, positions_of
 from ..attend.state import State, carries_rest
 from ..axes import Trees, on_auto_axes, ring_size, sharded_like, vary_alike
 from ..ring import loop
 from ..ring.hardware import on_hardware
-from ..ring.strategies.needed import marked
+from ..ring.strategies.needed import unavailable
+from ..ring.strategies.ring import rows
 from .prepare import Arrays, CompiledCall, checked, problem_of
 
 OUT_NAME = "ring_attn_out"
@@ -78,7 +80,12 @@ def round_the_ring(inputs: OpInputs, compiled: CompiledCall, axis_name: str, tot
         q, k, v, arrays = inputs
         keys, score = compiled.keys(k, v, arrays), compiled.scored(arrays)
         ring = compiled.ring(axis_name)
-        return marked(loop.forward(q, keys, score, ring, compiled.backend, total), arrays.extents, ring)
+        total = loop.forward(q, keys, score, ring, compiled.backend, total)
+        if arrays.extents is None:
+            return total
+        at = positions_of(rows(ring._replace(plan=compiled.plan), 0)[:, 0, 2:5], q.shape[1])
+        total = total.nan_at(impossible(arrays.extents, at, compiled.plan.kv_length))
+        return total.nan_at(unavailable(arrays.extents, ring))
 
     return on_auto_axes(forward, sharded_state(inputs))(inputs, total)
 

@@ -19,7 +19,7 @@ from ring_attn_core.problem.strategies import name_of
 from ring_attn_core.validation import in_words
 
 from ..attend.keys import clipped
-from ..attend.one_run import limits
+from ..attend.one_run import impossible, limits
 from .prepare import Arrays
 
 
@@ -87,8 +87,9 @@ def traced(options: Options, layout: TracedLayout, arrays: Arrays, shape: tuple[
     most = jnp.where(at[:, None] == BEYOND, 0, jnp.minimum(most, layout.length))
     held = arrays.extents
     if held is None:
-        held = jnp.broadcast_to(jnp.array([0, BEYOND], jnp.int32), (*shape[:2], 2))
-    extents = jnp.clip(clipped(held), least, most)
+        held = jnp.broadcast_to(jnp.array([0, layout.length], jnp.int32), (*shape[:2], 2))
+    wrong = impossible(held, at, layout.length)[..., None]
+    extents = jnp.where(wrong, jnp.array([-1, layout.length], jnp.int32), jnp.clip(clipped(held), least, most))
     plain = replace(options, layout="contiguous", mask=full(), length=None, kv_length=None)
     return plain, arrays._replace(extents=extents, positions=table.reshape(-1))
 

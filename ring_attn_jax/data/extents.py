@@ -44,8 +44,8 @@ def document_extents(
     ``cu_seqlens`` int [documents + 1], instead of ``ids``: 0, then the end of each document. ``length``: the total number of
     positions, by default the end of the last document; required under jit. Tokens beyond that end are padding.
 
-    Raise ValueError if shapes, dtypes or values break these rules. Values that the host cannot read, such as traced ones, are not
-    checked, and the result for invalid values is undefined.
+    Raise ValueError if shapes, dtypes or values break these rules. If the host cannot read the values, as under jit, a row that
+    breaks them gets the extents [-1, length), for which attention returns NaN.
     """
     if (ids is None) == (cu_seqlens is None):
         raise ValueError(f"document_extents takes either ids or cu_seqlens, got {'neither' if ids is None else 'both'}")
@@ -116,28 +116,37 @@ def whole(x: jax.Array, dim: int) -> jax.Array:
 
 
 def _extents_of_ids(ids: jax.Array) -> jax.Array:
-    _check_ids(on_host(ids))
+    values = on_host(ids)
+    if values is not None:
+        _check_ids(values)
     ids, length = whole(ids, 1), ids.shape[1]
     position = jnp.arange(length, dtype=jnp.int32)[None]
     change, edge = ids[:, 1:] != ids[:, :-1], jnp.ones_like(ids[:, :1], bool)
     starts, ends = jnp.concatenate([edge, change], 1), jnp.concatenate([change, edge], 1)
     first = lax.cummax(jnp.where(starts, position, 0), axis=1)
     end = lax.cummin(jnp.where(ends, position + 1, length), axis=1, reverse=True)
-    return jnp.where((ids < 0)[..., None], 0, jnp.stack([first, end], -1))
+    extents = jnp.where((ids < 0)[..., None], 0, jnp.stack([first, end], -1))
+    if values is not None:
+        return extents
+    decreasing, torn = _disorder(ids, lax.cummax(ids, axis=1))
+    return jnp.where((decreasing | torn).any(1)[:, None, None], jnp.array([-1, length], jnp.int32), extents)
 
 
-def _check_ids(ids: np.ndarray | None) -> None:
-    if ids is None:
-        return
-    highest, before, this = np.maximum.accumulate(ids, 1)[:, :-1], ids[:, :-1], ids[:, 1:]
-    decreasing = (this >= 0) & (this < highest)
-    torn = (this >= 0) & (this == highest) & (before < 0)
+def _disorder(ids: Any, highest: Any) -> tuple[Any, Any]:
+    """Return bool [batch, length - 1] twice: ids that decrease, and ids that go on after padding. ``highest``: the id so far."""
+    before, this, highest = ids[:, :-1], ids[:, 1:], highest[:, :-1]
+    return (this >= 0) & (this < highest), (this >= 0) & (this == highest) & (before < 0)
+
+
+def _check_ids(ids: np.ndarray) -> None:
+    highest = np.maximum.accumulate(ids, 1)
+    decreasing, torn = _disorder(ids, highest)
     for row, i in np.argwhere(decreasing | torn)[:1]:
-        where = f"document {this[row, i]} at row {row}, token {i + 1}"
+        where = f"document {ids[row, i + 1]} at row {row}, token {i + 1}"
         if decreasing[row, i]:
             wrong = f"document ids must not decrease along a row, got {where}, after {highest[row, i]}"
             zero = "if 0 is padding, as in MaxText, make it negative: jnp.where(ids == 0, -1, ids)"
-            raise ValueError(f"{wrong}: " + ("sort them" if this[row, i] else f"{zero}; else sort them"))
+            raise ValueError(f"{wrong}: " + ("sort them" if ids[row, i + 1] else f"{zero}; else sort them"))
         raise ValueError(
             f"padding (a negative id) inside a document cannot be an extent, one interval per query: {where}, goes on after it. "
             "Give what follows a new id, or give that padding the document's id and mask it with key_mask"
@@ -159,7 +168,9 @@ def _extents_of_ends(ends: jax.Array, length: int | None) -> jax.Array:
     position = jnp.arange(length, dtype=ends.dtype)
     entry = jnp.searchsorted(ends, position, side="right")
     extents = jnp.stack([ends[entry - 1], jnp.take(ends, entry, mode="clip")], -1)
-    return jnp.where((position < ends[-1])[:, None], extents, 0)[None].astype(jnp.int32)
+    wrong = (ends[0] != 0) | (ends[1:] < ends[:-1]).any() | (ends[-1] > length)
+    extents = jnp.where((position < ends[-1])[:, None], extents, 0)[None].astype(jnp.int32)
+    return jnp.where(wrong, jnp.array([-1, length], jnp.int32), extents)
 
 
 def _short(values: np.ndarray) -> str:

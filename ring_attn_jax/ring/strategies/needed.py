@@ -22,7 +22,6 @@ from ring_attn_core.plan.needed import NeededPlan
 
 from ...attend.keys import Keys, along_tokens, clipped
 from ...attend.one_run import limits, positions_of
-from ...attend.state import State
 from ..step import Ring
 from ..transfer import exchange
 from .ring import rows
@@ -160,8 +159,8 @@ def gradients_home(dkv: jax.Array, plan: NeededPlan, axis: str) -> jax.Array:
 def unavailable(extents: jax.Array, ring: Ring) -> jax.Array | None:
     """Return bool [b s]: True for each query that may see a key that this rank neither holds nor receives.
 
-    Return None if the plan is not a ``NeededPlan``. The values of traced extents are unknown when the program is traced, so no
-    error can be raised for such queries. Instead ``marked`` sets ``out`` to NaN at these queries.
+    Return None if the plan is not a ``NeededPlan``. Traced extents have no values yet, so no error can be raised for such
+    queries. Instead their ``out`` becomes NaN.
     """
     plan = ring.plan
     if not isinstance(plan, NeededPlan):
@@ -173,9 +172,3 @@ def unavailable(extents: jax.Array, ring: Ring) -> jax.Array | None:
     end = jnp.minimum(end, plan.kv_length)
     available = ends[jnp.searchsorted(starts, first, side="right", method="scan_unrolled") - 1]
     return (first < end) & (at < BEYOND) & (end > available)
-
-
-def marked(state: State, extents: jax.Array | None, ring: Ring) -> State:
-    """Set ``out`` to NaN at queries that may see keys neither held nor received by this rank (``unavailable``)."""
-    outside = None if extents is None else unavailable(extents, ring)
-    return state if outside is None else state._replace(out=jnp.where(outside[..., None, None], jnp.nan, state.out))
