@@ -181,11 +181,13 @@ def test_what_cannot_be_honoured_is_refused_by_name(arguments, words):
 
 
 def test_a_band_and_the_mask_of_a_decoding_module_are_refused_together():
-    """Its one query counts as position 0, so causal() would hide all keys but the first."""
+    """Its one query counts as position 0, so causal() and is_causal=True would hide all keys but the first."""
     _, k, v = qkv(1)
     q, mask = qkv(1, tokens=1)[0], jnp.ones((1, 1, 1, 8), bool)
     with pytest.raises(ValueError, match=r"mask= of attention_fn would count this query as position 0"):
         attention_fn(mesh=mesh_of(2), mask=causal())(q, k, v, mask=mask)
+    with pytest.raises(ValueError, match=r"decode=True, and is_causal=True would count this query as position 0: leave it out"):
+        attention_fn(mesh=mesh_of(2))(q, k, v, mask=mask, is_causal=True)
     assert attention_fn(mesh=mesh_of(2))(q, k, v, mask=mask).shape == q.shape
 
 

@@ -58,8 +58,9 @@ def attention_fn(
         - ``bias``, ``module`` (``sow_weights=True``), ``input_positions``, ``qk_attn_weights_einsum`` and
           ``attn_weights_value_einsum`` are refused.
 
-    For a module with ``decode=True`` leave ``layout`` and ``mask`` at their defaults. Such a module passes one query at a time,
-    which counts as position 0, and hides later keys by its own mask. Its calls are refused if ``mask`` is not the default.
+    For a module with ``decode=True`` leave ``layout``, ``mask`` and ``is_causal`` at their defaults. Such a module passes one
+    query at a time, which counts as position 0, and hides later keys by its own mask. Its calls are refused if ``mask`` or
+    ``is_causal`` is not the default.
 
     Raise ValueError if an argument is refused, the mesh lacks an axis, or sharded_ring_attention raises.
     """
@@ -129,10 +130,11 @@ class FlaxFunction:
         dropout = DropoutArguments(dropout_rng, dropout_rate, broadcast_dropout) if drops else None
         visible = None
         if mask is not None:
-            if q.shape[1] == 1 < k.shape[1] and band != full():
+            if q.shape[1] == 1 < k.shape[1] and options.mask != full():
                 raise ValueError(
-                    "mask= of the module is for one query and several keys, as with decode=True, and mask= of attention_fn would "
-                    "count this query as position 0: leave it out for decoding, since the module hides later keys itself"
+                    "mask= of the module is for one query and several keys, as with decode=True, and "
+                    f"{'is_causal=True' if is_causal else 'mask= of attention_fn'} would count this query as position 0: leave "
+                    "it out for decoding, since the module hides later keys itself"
                 )
             visible = visible_of(jnp.asarray(mask), (*query.shape[:-3], q.shape[2], q.shape[1], k.shape[1]))
         return self._attended((q, k, v), visible, dropout, options).reshape(*query.shape[:-1], value.shape[-1])
