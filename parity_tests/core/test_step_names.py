@@ -56,3 +56,11 @@ def test_a_step_on_two_levels_names_the_owner_or_how_many_hosts_and_places_away_
 )
 def test_bytes_have_a_unit(size: int, words: str):
     assert in_units(size) == words
+
+
+def test_a_symbolic_number_of_bytes_stays_symbolic():
+    class Symbol:
+        def __str__(self) -> str:
+            return "512*b"
+
+    assert in_units(Symbol()) == "512*b bytes"  # type: ignore[arg-type]  # jax.export's number

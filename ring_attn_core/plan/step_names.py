@@ -54,6 +54,11 @@ def place_name(plan: RingPlan, number: int) -> str:
 
 
 def in_units(size: int) -> str:
-    """Format a number of bytes, such as ``32 MiB``, in the largest of the units bytes, KiB, MiB and GiB that gives at least 1."""
+    """Format a number of bytes, such as ``32 MiB``, in the largest of the units bytes, KiB, MiB and GiB that gives at least 1.
+
+    A symbolic number of ``jax.export`` stays in bytes, such as ``512*b bytes``.
+    """
+    if not isinstance(size, int):
+        return f"{size} bytes"
     power = min(max(size.bit_length() - 1, 0) // 10, len(UNITS) - 1)
     return f"{size / (1 << 10 * power):.4g} {UNITS[power]}"

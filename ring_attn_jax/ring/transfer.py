@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
@@ -38,7 +39,8 @@ def exchange(x: jax.Array, split: int, join: int, axis: str, groups: Groups) -> 
 
 def all_gather(x: jax.Array, axis: str, groups: Groups = None, stack: int = 0) -> jax.Array:
     """Gather ``x`` from all ranks of the group by all-gather, and stack it in rank order on the new dimension ``stack``."""
-    call = lambda x: lax.all_gather(x, axis, axis=stack, axis_index_groups=groups)
+    # not lax.all_gather's own stack, which jax.export cannot lower for a symbolic batch
+    call = lambda x: lax.all_gather(jnp.expand_dims(x, stack), axis, axis=stack, axis_index_groups=groups, tiled=True)
     return _mapped(call, lambda x: all_gather(x, axis, groups, stack + 1), x, groups)
 
 
