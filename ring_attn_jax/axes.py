@@ -8,9 +8,11 @@ from functools import partial
 from typing import Any, TypeVarTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.extend.core import concrete_or_error
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ring_attn_core.problem.checks import OptionalArray
 
@@ -143,6 +145,37 @@ def explicit_axes() -> tuple[str, ...]:
     """Return the Explicit axes of the context's mesh; inside a shard_map, only those that are not manual."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+
+
+def on_mesh(x: Any, mesh: Any, spec: PartitionSpec) -> jax.Array:
+    """Return ``x`` sharded as ``spec`` over the Explicit axes, after a copy to the mesh if ``x`` is committed to other devices.
+
+    Inside jit the devices of ``x`` are unknown, so it is not copied, and JAX refuses an array on devices outside the mesh.
+    """
+    x = jnp.asarray(x)
+    value = concrete(x)
+    if isinstance(mesh, Mesh) and value is not None and value.committed and value.sharding.device_set != {*mesh.devices.flat}:
+        x = jax.device_put(x, NamedSharding(mesh, spec))
+    return on_explicit_axes(x, mesh, spec)
+
+
+def concrete(x: jax.Array) -> Any:
+    """Return the value of ``x`` as a JAX array, or None if ``x`` has no value, as inside jit."""
+    try:
+        return jnp.asarray(concrete_or_error(None, x))
+    except jax.errors.ConcretizationTypeError:
+        return None
+
+
+def on_explicit_axes(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
+    """Return ``x`` sharded as ``spec`` over the Explicit axes of the mesh. Leave the Auto axes to XLA."""
+    explicit = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    if not explicit:
+        return x
+    kept = [
+        tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if axis in explicit) or None for axes in spec
+    ]
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*kept)))
 
 
 def on_auto_axes(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import concrete_or_error
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ring_attn_core.data.placed import check_order, where_held
 from ring_attn_core.keywords import named_keywords
@@ -27,7 +26,7 @@ from ring_attn_core.runs import Band
 from ring_attn_core.validation import in_words
 
 from .attend.dropout import dropout_state
-from .axes import check_axis_name, choice_of, described, dtype_names, mapped_over_mesh
+from .axes import check_axis_name, choice_of, concrete, described, dtype_names, mapped_over_mesh, on_mesh
 from .call.autograd import attention
 from .call.prepare import Arrays
 from .call.traced import TracedLayout, traced
@@ -71,11 +70,12 @@ def sharded_ring_attention(
 
     Shapes: q [batch, tokens, heads, head_dim], k and v [batch, kv_tokens, kv_heads, ...]. If v is None, the values are k's first
     v_dim columns. Tokens are sharded over the mesh axis ``axis_name``, batch over ``batch_axes``, heads over ``head_axis``; over
-    other mesh axes all arrays are replicated. Key heads are sharded over ``head_axis`` too, but a single key head (multi-query)
-    is replicated. The shard_map is manual over all mesh axes. Other arguments are those of ring_attention, with global arrays:
-    extents [batch, tokens, 2], key_extents [batch, kv_tokens, 2] and key_mask [batch, kv_tokens] in layout order, sinks and
-    alibi_slopes [heads]. The dropout mask equals that of one device: each shard adds the global indices of its first batch row
-    and first head to dropout_offset.
+    other mesh axes all arrays are replicated. Without ``batch_axes`` the batch keeps the axes that shard the rows of q if they
+    are known: Explicit axes, and outside jit also Auto axes. Inside jit, rows over Auto axes are all-gathered unless you name the
+    axes. Key heads are sharded over ``head_axis`` too, but a single key head (multi-query) is replicated. The shard_map is manual
+    over all mesh axes. Other arguments are those of ring_attention, with global arrays: extents [batch, tokens, 2], key_extents
+    [batch, kv_tokens, 2] and key_mask [batch, kv_tokens] in layout order, sinks and alibi_slopes [heads]. The dropout mask equals
+    that of one device: each shard adds the global indices of its first batch row and first head to dropout_offset.
 
     Works with Auto and Explicit mesh axes, inside and outside jit. ``jax.make_mesh`` makes Explicit axes: to train with them,
     call ``jax.set_mesh(mesh)`` before the weights are made. Outside jit, jax.grad works on Auto axes or after that call. Works
@@ -150,6 +150,19 @@ class ShardedAxes(NamedTuple):
     def ranks(self) -> int:
         return self.mesh.shape[self.axis_name]
 
+    def seen_in(self, q: jax.Array) -> ShardedAxes:
+        """Return these axes, with those that visibly shard the rows of q as ``batch_axes`` if none were passed.
+
+        The sharding over Explicit axes is always visible, the sharding over Auto axes outside of jit only.
+        """
+        if self.batch_axes:
+            return self
+        value = concrete(q)
+        sharding = jax.typeof(q).sharding if value is None else value.sharding
+        over = sharding.spec[:1] if isinstance(sharding, NamedSharding) and sharding.mesh.shape == self.mesh.shape else ()
+        names = next(((axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in over), ())
+        return self._replace(batch_axes=tuple(axis for axis in names if axis not in (self.axis_name, self.head_axis)))
+
     def specs(self, kv_heads: int) -> dict[str, PartitionSpec]:
         """Map "q", "k", "v" and the field names of ``Arrays`` to PartitionSpecs. A single key head is replicated."""
         batch = self.batch_axes or None
@@ -170,6 +183,7 @@ def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: Sha
     """Compute ``sharded_ring_attention`` from arguments packed into records. ``v``: None if the values are columns of k."""
     of_v, options = k if v is None else v, options.in_ring(where.ranks)
     dtype_names(q, k, of_v)
+    where = where.seen_in(q)
     check_shards(q, k, of_v, where)
     for array in described(arrays._replace(dropout_seed=None, positions=None)._asdict()):
         check_array(array, q.shape, k.shape)
@@ -250,32 +264,6 @@ def _check_intervals(arrays: Arrays, queries: int, keys: int, options: Options, 
         for name, held in (("extents", extents), ("key_extents", key_extents)):
             if plan.q_runs == plan.k_runs:
                 check_order(name, [where_held(x, plan.q_runs[rank], rank * plan.seq_local) for rank, x in enumerate(held)])
-
-
-def on_mesh(x: Any, mesh: Any, spec: PartitionSpec) -> jax.Array:
-    """Return ``x`` sharded as ``spec`` over the Explicit axes, after a copy to the mesh if ``x`` is committed to other devices.
-
-    Inside jit the devices of ``x`` are unknown, so it is not copied, and JAX refuses an array on devices outside the mesh.
-    """
-    x = jnp.asarray(x)
-    try:
-        value = concrete_or_error(None, x)
-    except jax.errors.ConcretizationTypeError:
-        value = None
-    if isinstance(mesh, Mesh) and value is not None and value.committed and value.sharding.device_set != {*mesh.devices.flat}:
-        x = jax.device_put(x, NamedSharding(mesh, spec))
-    return on_explicit_axes(x, mesh, spec)
-
-
-def on_explicit_axes(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
-    """Return ``x`` sharded as ``spec`` over the Explicit axes of the mesh. Leave the Auto axes to XLA."""
-    explicit = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
-    if not explicit:
-        return x
-    kept = [
-        tuple(axis for axis in ((axes,) if isinstance(axes, str) else axes or ()) if axis in explicit) or None for axes in spec
-    ]
-    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*kept)))
 
 
 def check_shards(q: jax.Array, k: jax.Array, v: jax.Array, where: ShardedAxes) -> None:

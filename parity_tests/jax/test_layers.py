@@ -279,6 +279,14 @@ def test_arrays_that_do_not_fit_are_refused():
         loss(jnp.ones((2, 4, 7)), jnp.ones((2, 4), jnp.int32))
 
 
+@pytest.mark.parametrize("layer", [RingAttention(24, 4, rngs=nnx.Rngs(0)), RingTransformer(**TRANSFORMER, rngs=nnx.Rngs(0))])
+def test_a_call_outside_shard_map_without_a_mesh_names_the_module_and_its_argument(layer):
+    x = jnp.ones((1, 20), jnp.int32) if isinstance(layer, RingTransformer) else jnp.ones((1, 20, 24))
+    name = type(layer).__name__
+    with pytest.raises(ValueError, match=f"call {name} inside jax.shard_map over .*, or make it with mesh=mesh"):
+        layer(x)
+
+
 def test_an_indivisible_shard_is_refused_in_the_words_of_ring_attention():
     layer = RingAttention(24, 4, mesh=mesh_of(4), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="to_layout"):

@@ -10,10 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ring_attn_core.reference.oracle import Attention
-from ring_attn_jax import from_layout, sharded_ring_attention, to_layout
+from ring_attn_jax import (
+    from_layout,
+    loss,
+    sharded_dilated_attention,
+    sharded_ring_attention,
+    sharded_summary_attention,
+    to_layout,
+)
 
 from ..support.cases import Case, check
 from ..support.selection import first
@@ -134,3 +141,34 @@ def test_without_a_mesh_it_takes_that_of_set_mesh(kind):
             np.testing.assert_array_equal(np.asarray(gradient(jnp.asarray(q))), want)
     with pytest.raises(ValueError, match=r"there is no mesh: pass mesh=, or call under jax.set_mesh\(mesh\)"):
         call(q)
+
+
+def variants(mesh, q, **axes):
+    others = {"segments": (4, 8), "dilations": (1, 2)}, {"block": 2, "window": 1, "pooling": "mean"}
+    functions = sharded_ring_attention, sharded_dilated_attention, sharded_summary_attention
+    outs = [function(q, q, q, mesh=mesh, **options, **axes) for function, options in zip(functions, ({}, *others), strict=True)]
+    labels = jax.device_put(jnp.ones(q.shape[:2], int), jax.typeof(q).sharding.update(spec=PartitionSpec("data", "seq")))
+    return sum((out**2).sum() for out in outs) + loss(q.reshape(*q.shape[:2], -1), labels, axis_name="seq", mesh=mesh, **axes)
+
+
+def test_rows_keep_their_explicit_axes_if_batch_axes_is_forgotten():
+    """No all-gather, the sharding of q, and the same bits."""
+    mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        q = jax.device_put(jax.random.normal(jax.random.key(0), (4, 8, 2, 4)), NamedSharding(mesh, PartitionSpec("data", "seq")))
+        named, forgotten = (
+            jax.jit(jax.value_and_grad(partial(variants, mesh, **axes))).lower(q).compile()
+            for axes in ({"batch_axes": "data"}, {})
+        )
+        assert forgotten.as_text().count("all-gather(") == named.as_text().count("all-gather(")
+        assert forgotten.cost_analysis()["flops"] == named.cost_analysis()["flops"]
+        for found, right in zip(forgotten(q), named(q), strict=True):
+            np.testing.assert_array_equal(found, right)
+
+
+def test_rows_keep_their_auto_axes_outside_jit_if_batch_axes_is_forgotten():
+    mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
+    q = jax.device_put(jax.random.normal(jax.random.key(0), (4, 8, 2, 4)), NamedSharding(mesh, PartitionSpec("data", "seq")))
+    out = sharded_ring_attention(q, q, q, mesh=mesh)
+    assert out.sharding.spec == PartitionSpec("data", "seq")
+    np.testing.assert_array_equal(out, sharded_ring_attention(q, q, q, mesh=mesh, batch_axes="data"))

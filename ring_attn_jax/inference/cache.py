@@ -97,7 +97,8 @@ class KVCache(Requests):
         is the default. ``room`` (by default ``window``): the maximum number of tokens that a rollback removes or a step adds; a
         ``fresh`` prefill may add more. ``page`` (not with a window): the number of slots per rank by which :meth:`reserve` grows
         the cache. ``mesh``: make global arrays, sharded over the mesh axis ``axis_name``. Without a mesh, call ``make`` inside
-        ``jax.shard_map`` over that axis, to make this rank's arrays.
+        ``jax.shard_map`` over that axis, to make this rank's arrays. Over other axes of a mesh the cache is replicated, and every
+        member computes all requests: to share requests among rings, make a mesh and a cache for each ring.
 
         Raise ValueError if an argument does not fit.
         """

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from ..axes import on_explicit_axes
 from ..data.layout import from_layout, to_layout
-from ..sharded import ShardedAxes, on_explicit_axes
+from ..sharded import ShardedAxes
 from .ring import LayerRing
 
 

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 
 from ring_attn_core.model.chunks import even_chunk
 
-from ..axes import explicit_axes, on_auto_axes, sharded_like, vary_alike
-from ..sharded import ShardedAxes, on_explicit_axes
+from ..axes import explicit_axes, on_auto_axes, on_explicit_axes, sharded_like, vary_alike
+from ..sharded import ShardedAxes
 from .parts import gathered_over
 
 
@@ -39,6 +39,7 @@ def in_chunks(
 
     if where is None:
         return on_shard(weights, x)
+    where = where.seen_in(x)
     axes = {*where.batch_axes, where.axis_name}
     spec = PartitionSpec(where.batch_axes or None, where.axis_name)
     inside = lambda weights, x: _beside_explicit_axes(on_shard, weights, x)

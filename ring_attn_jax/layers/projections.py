@@ -59,6 +59,7 @@ class Projections(nnx.Module):
         for name, value in (("x", x), ("context", context)):
             if value is not None and (value.ndim != 3 or value.shape[-1] != self.config.dim):
                 raise ValueError(f"{name} must be [batch, tokens, {self.config.dim}], got {list(value.shape)}")
+        self.ring.check_axis(self)
         source = x if context is None else context
         heads = ((self.q, x), (self.k, source), (self.v, source))
         q, k, v = (project(of).reshape(*of.shape[:2], -1, self.config.head_dim) for project, of in heads)

@@ -48,6 +48,11 @@ class LayerRing:
         axes = self.axis_name, self.batch_axes, self.head_axis
         return None if self.mesh is None else ShardedAxes.of(self.mesh, *axes)
 
+    def check_axis(self, caller: object) -> None:
+        """Raise ValueError without a mesh outside of a shard_map over the ring's axis. ``caller``: the layer or model called."""
+        if self.mesh is None:
+            ring_size(self.axis_name, type(caller).__name__, "make it with mesh=mesh, and it takes global arrays")
+
     def positions(self, tokens: int, layout: BalancedLayout | TracedLayout | None = None) -> jax.Array:
         """Return the global positions, int32 [tokens], of this rank's shard of ``tokens`` tokens, including padding.
 

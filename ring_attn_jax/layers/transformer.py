@@ -150,6 +150,7 @@ class RingTransformer(nnx.Module):
         where a token is padding. The result is global logits [batch, tokens, vocab]. ``positions``, ``length``, ``extents``,
         ``key_extents``, ``key_mask``, ``longest_path`` and ``layout`` are refused.
         """
+        self.ring.check_axis(self)
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
         masks |= {"longest_path": longest_path, "layout": layout}
         check_alone(self.auto_shard, mask, positions=positions, length=length, **masks)

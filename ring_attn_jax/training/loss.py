@@ -19,8 +19,8 @@ from ring_attn_core.model.chunks import check_dtypes, check_loss, check_weights
 from ring_attn_core.validation import check_integer, in_words
 
 from ..attend.tiles import accumulation_dtype
-from ..axes import axes_of, checks_are_off, on_auto_axes, unknown_axis, without_derivative
-from ..sharded import ShardedAxes, on_explicit_axes
+from ..axes import axes_of, checks_are_off, on_auto_axes, on_explicit_axes, unknown_axis, without_derivative
+from ..sharded import ShardedAxes
 from .cross_entropy import ChunkSettings, Labels, sum_of_hidden, sum_of_logits
 
 
@@ -78,7 +78,7 @@ def loss(
     check_weights(None if label_weights is None else label_weights.shape, labels.shape)
     settings, of_tokens = ChunkSettings(ignore_index, chunk), Labels(labels, label_weights)
     if mesh is not None:
-        names = ShardedAxes.of(mesh, axis_name, batch_axes, None)
+        names = ShardedAxes.of(mesh, axis_name, batch_axes, None).seen_in(of_tokens.labels)
         axes = names.axis_name, *names.batch_axes
         on_shards = lambda logits, labels, head: _over_ranks(logits, labels, head, settings, reduction, axes)
         return _mapped(on_shards, names, logits, of_tokens, head)

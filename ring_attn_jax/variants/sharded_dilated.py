@@ -15,8 +15,8 @@ from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 from ring_attn_core.variants.dilated import Patterns
 
-from ..axes import described, dtype_names, mapped_over_mesh
-from ..sharded import ShardedAxes, check_shards, on_mesh, program
+from ..axes import described, dtype_names, mapped_over_mesh, on_mesh
+from ..sharded import ShardedAxes, check_shards, program
 from .dilated import attend
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def sharded_dilated_attention(
     )
     pairs = patterns.check()
     dtype_names(q, k, v)
+    where = where.seen_in(q)
     check_shards(q, k, v, where)
     if head_axis is not None:
         local = q.shape[2] // where.mesh.shape[head_axis]

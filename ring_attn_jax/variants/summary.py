@@ -25,11 +25,11 @@ from ring_attn_core.problem.checks import check_array
 from ring_attn_core.variants.summary import SummaryOptions, SummaryPlan, checked
 
 from ..attend.tiles import accumulation_dtype
-from ..axes import described, dtype_names, mapped_over_mesh, ring_size
+from ..axes import described, dtype_names, mapped_over_mesh, on_mesh, ring_size
 from ..block import attend_block, merge
 from ..call.autograd import attention
 from ..call.prepare import Arrays
-from ..sharded import ShardedAxes, check_shards, on_mesh, program
+from ..sharded import ShardedAxes, check_shards, program
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -274,6 +274,7 @@ def sharded(inputs: SummaryInputs, options: SummaryOptions, where: ShardedAxes, 
     """Compute ``sharded_summary_attention`` from records. Return out, or (out, lse) if ``return_lse`` is True."""
     q, k, v, _, key_mask = inputs
     dtype_names(q, k, v)
+    where = where.seen_in(q)
     check_shards(q, k, v, where)
     _checked(inputs, options, 1)
     if key_mask is not None:
