@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
+pytest.importorskip("transformers")
 
 from .test_chat import CHATML, theirs, tokenizer_in, tokens_of
 
@@ -162,8 +163,8 @@ def test_chats_with_tools_take_the_template_for_them(in_a_file: bool, tmp_path: 
 
 CALLS: Any = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [called("clock", zone="CET")]}]
 WRONG: dict[str, tuple[str, Any, Any, str]] = {
-    "tools left out": (CHATML, PLAIN, TOOLS, r"row 1: the chat template of .* leaves out the chat's 'tools': take a tokenizer"),
-    "calls left out": (CHATML, CALLS, None, r"row 1: the chat template of .* leaves out the chat's 'tool_calls': take a"),
+    "tools left out": (CHATML, PLAIN, TOOLS, r"row 1: the chat template in .* leaves out the chat's 'tools': take a tokenizer"),
+    "calls left out": (CHATML, CALLS, None, r"row 1: the chat template in .* leaves out the chat's 'tool_calls': take a"),
     "no JSON": (UNMARKED, PLAIN, "[weather]", r"row 1: 'tools' is a text that is not JSON \(.*\): pass a list of tools"),
     "a dict": (UNMARKED, PLAIN, WEATHER, r"row 1: 'tools' must be a list of tools such as .*, got dict"),
     "names": (UNMARKED, PLAIN, ["weather"], r"row 1: 'tools' must be a list of tools such as .*, got list"),

@@ -5,9 +5,9 @@ The cache is a folder, by default ``.ring-attn`` in the folder of the data, with
     <digest>.tokens    the ids of all documents one after the other, 1, 2 or 4 bytes each, little-endian. The digest is a hash
                        of ids, names and lengths, so datasets with equal contents share this file
     <key>.json         the index: the number of tokens of each document. The key is a hash of the tokenizer's file, ``end``,
-                       ``column``, ``chat``, the chat template, and the names, sizes and modification times of the files. So
-                       a second start finds the index without reading the texts. The index also holds the ctime and the hash
-                       of each file. A file with another ctime, such as a copy with the old name, size and modification
+                       ``column``, ``chat``, the chat template's files, and the names, sizes and modification times of the
+                       files. So a second start finds the index without reading the texts. The index also holds the ctime and the
+                       hash of each file. A file with another ctime, such as a copy with the old name, size and modification
                        time, is read again, and the index is used only if the hash is the same
 
 Both files are written under temporary names in the folder and then renamed. The index is written after fsync and renaming of the
@@ -31,7 +31,7 @@ from typing import Any
 
 from ..files import check_regular, identity, open_file, read_bytes, read_json, sample
 from . import records
-from .chat import TemplateFiles, template_files
+from .chat import template_files
 from .documents import Document, File, TokenizedDocuments, content_of, unchanged
 from .encoding import CODES, Encode, encoder
 from .settings import DatasetSettings
@@ -50,8 +50,7 @@ def tokenised(files: Sequence[File], settings: DatasetSettings) -> TokenizedDocu
     """
     folder = Path(settings.folder) / ".ring-attn" if settings.cache is None else Path(settings.cache)
     tokenizer = _tokenizer_text(settings)
-    template = None if settings.chat is None else template_files(settings.tokenizer)
-    index = folder / f"{_key(files, settings, tokenizer, template)}.json"
+    index = folder / f"{_key(files, settings, tokenizer)}.json"
     try:
         kept = _kept(index, files)
         if kept is None:
@@ -61,7 +60,7 @@ def tokenised(files: Sequence[File], settings: DatasetSettings) -> TokenizedDocu
                     left.unlink(missing_ok=True)
                 kept = _kept(index, files)
                 if kept is None:
-                    kept = _written(folder, index, files, encoder(settings, tokenizer, template), settings)
+                    kept = _written(folder, index, files, encoder(settings, tokenizer), settings)
     except OSError as error:
         raise ValueError(
             f"the tokens cannot be kept in {folder} ({error.strerror or error}): pass cache=, a folder that can be written and "
@@ -86,14 +85,14 @@ def _tokenizer_text(settings: DatasetSettings) -> bytes | None:
         ) from error
 
 
-def _key(files: Sequence[File], settings: DatasetSettings, text: bytes | None, template: TemplateFiles | None) -> str:
+def _key(files: Sequence[File], settings: DatasetSettings, text: bytes | None) -> str:
     tokenizer = None if text is None else sha256(text).hexdigest()
     end = None if settings.end is None else int(settings.end)
     what = [INDEX_VERSION, tokenizer, end, *((file.name, file.size, file.modified) for file in files)]
     if any(map(records.is_records, files)):  # the key of a folder of texts stays that of older versions
         what.append(("column", settings.column))
-    if template is not None:
-        what.append(("chat and tools", settings.chat, template.template, template.for_tools, template.special))
+    if settings.chat is not None:
+        what.append(("chat, tools and weights", settings.chat, template_files(settings.tokenizer)))
     return sha256(json.dumps(what).encode()).hexdigest()[:32]
 
 

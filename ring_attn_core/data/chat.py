@@ -1,12 +1,11 @@
-"""Chats as texts: a tokenizer's chat template writes the messages of a row as one text.
+"""Chats as texts: transformers writes the messages of a row with the tokenizer's chat template.
 
-A template is a program in Jinja. jinja2, imported on first use, runs it in a sandbox. The template sees ``messages``, ``tools``,
-``add_generation_prompt`` and special tokens such as ``bos_token``, as in transformers. It does not see ``strftime_now``, because
-a text with the date would have other tokens every day.
+Its templates do not see ``strftime_now`` here, because a text with the date would have other tokens every day.
 
 The module also finds the assistant's parts of a text: the parts that the template writes inside ``{% generation %}`` blocks. If
-a template has no such block, each message of the assistant is a part. The generation prompt before a message does not belong to
-the part.
+a template has no such block, each message of the assistant is a part, with the end of its turn. The generation prompt before a
+message does not belong to the part. transformers' own mask of these blocks is wrong inside macros, so the blocks are replaced
+by marks in the text.
 """
 
 from __future__ import annotations
@@ -15,112 +14,70 @@ import json
 import os
 import re
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..files import read_bytes, read_json
+from ..files import read_bytes
 from ..validation import in_words, missing_package
 from .tool_calls import CALLS, TOOLS, ChatRow, tools_of, with_calls
 
 CHOICES = "all", "assistant"
 """The values of ``chat``: all tokens of a chat have labels, or only the assistant's."""
 
-TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
-"""The files beside a tokenizer.json that may hold its chat template."""
-
-FOR_TOOLS = "tool_use"
-"""The name of a template that transformers takes for chats with tools, if a tokenizer has several templates."""
+FILES = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json", "additional_chat_templates/*.jinja"
+"""The files beside a tokenizer.json that decide the text of a chat."""
 
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Marks around the assistant's parts of a text while it is written: two noncharacters of Unicode, refused in messages."""
+
+BLOCK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+"""The tags of a block ``{% generation %} ... {% endgeneration %}``."""
 
 Span = tuple[int, int]
 """First and end (exclusive) of a part of a text, in characters."""
 
 
-class TemplateFiles(NamedTuple):
-    """The chat template and special tokens of a tokenizer. ``path``: the file that holds the ``template``."""
-
-    path: str
-    template: str
-    special: tuple[tuple[str, str], ...]
-    """The special tokens by name, such as ("eos_token", "</s>")."""
-    for_tools: str | None
-    """The template of chats with tools; None if these chats also use ``template``."""
+def folder_of(tokenizer: str | os.PathLike[str]) -> Path:
+    """Return the folder of a tokenizer, which is a folder or its file tokenizer.json."""
+    return path if (path := Path(tokenizer)).is_dir() else path.parent
 
 
-def template_files(tokenizer: str | os.PathLike[str]) -> TemplateFiles:
-    """Read the chat template and the special tokens of a tokenizer.
-
-    ``tokenizer``: a folder, or its file tokenizer.json. Raise ValueError if the folder has no readable chat template.
-    """
-    folder = Path(tokenizer)
-    folder = folder if folder.is_dir() else folder.parent
-    path, config, tool_use = folder / TEMPLATE, folder / CONFIG, folder / "additional_chat_templates" / f"{FOR_TOOLS}.jinja"
+def template_files(tokenizer: str | os.PathLike[str]) -> list[tuple[str, str]]:
+    """Return the name and the content of each file of ``FILES`` that the tokenizer has."""
+    folder = folder_of(tokenizer)
     try:
-        for_tools = read_bytes(tool_use).decode() if tool_use.exists() else None
-        settings = read_json(config) if config.exists() else {}
-        template = read_bytes(path).decode() if path.exists() else settings.get("chat_template")
+        return [(path.name, read_bytes(path).decode()) for name in FILES for path in sorted(folder.glob(name))]
     except (OSError, ValueError) as error:
-        raise ValueError(f"the chat template in {folder} cannot be read ({error}): mend {TEMPLATE} or {CONFIG}") from error
-    if isinstance(template, list):  # several templates, each with a name
-        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
-        template, for_tools = named.get("default"), for_tools or named.get(FOR_TOOLS)
-    if not isinstance(template, str):
-        raise ValueError(
-            f'the tokenizer in {folder} has no chat template, neither {TEMPLATE} nor a "chat_template" in {CONFIG}: take the '
-            f"folder of a model that was trained on chats, or write {TEMPLATE} there"
-        )
-    text = lambda x: x.get("content") if isinstance(x, dict) else x
-    special = {name: text(x) for name, x in settings.items() if name.endswith("_token")}
-    found = tuple(sorted((name, x) for name, x in special.items() if isinstance(x, str)))
-    return TemplateFiles(str(path if path.exists() else config), template, found, for_tools)
+        raise ValueError(f"the chat template in {folder} cannot be read ({error}): mend its files") from error
 
 
 class ChatTemplate:
-    """A chat template that writes chats as texts. ``parts``: True to find the assistant's parts of each text too."""
+    """The chat template of a tokenizer. ``parts``: True to find the assistant's parts of each text too."""
 
-    def __init__(self, files: TemplateFiles, parts: bool) -> None:
-        self._files, self._parts = files, parts
-        self._sources = files.template, files.for_tools or files.template
+    def __init__(self, tokenizer: str | os.PathLike[str], parts: bool) -> None:
+        self._folder, self._parts = folder_of(tokenizer), parts
 
     @cached_property
-    def _templates(self) -> tuple[Any, Any]:
-        """The compiled templates of chats without tools and with tools."""
+    def _tokenizer(self) -> Any:
+        """The tokenizer in transformers, which holds the templates."""
         try:
-            import jinja2.ext  # type: ignore[import-not-found]  # optional
-            import jinja2.nodes  # type: ignore[import-not-found]
-            import jinja2.sandbox  # type: ignore[import-not-found]
+            from transformers import PreTrainedTokenizerFast  # type: ignore[import-not-found]  # optional
         except ModuleNotFoundError as missing:
-            raise missing_package("chat=", "jinja2", "data") from missing
-
-        class AssistantBlock(jinja2.ext.Extension):
-            """The block ``{% generation %} ... {% endgeneration %}``. Its text is written between the marks BEGIN and END."""
-
-            tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
-
-            def parse(self, parser: Any) -> Any:
-                line = next(parser.stream).lineno
-                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-                return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-            def _mark(self, caller: Any) -> str:
-                return f"{BEGIN}{caller()}{END}"
-
-        def refuse(message: str) -> None:
-            raise jinja2.TemplateError(message)
-
-        extensions = [AssistantBlock, jinja2.ext.loopcontrols]
-        made = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        made.filters["tojson"] = lambda x, ensure_ascii=False, **how: json.dumps(x, ensure_ascii=ensure_ascii, **how)
-        made.globals["raise_exception"] = refuse
+            raise missing_package("chat=", "transformers", "data") from missing
         try:
-            return made.from_string(self._sources[0]), made.from_string(self._sources[1])
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template of {self._files.path} is no Jinja ({error}): mend it") from error
+            found = PreTrainedTokenizerFast.from_pretrained(self._folder)
+        except Exception as error:  # its files may be anything
+            raise ValueError(f"transformers cannot read the tokenizer in {self._folder} ({error}): mend its files") from error
+        if not found.chat_template:
+            raise ValueError(
+                f'the tokenizer in {self._folder} has no chat template, neither {FILES[0]} nor a "chat_template" in {FILES[1]}: '
+                f"take the folder of a model that was trained on chats, or write {FILES[0]} there"
+            )
+        return found
 
     def text_of(self, row: ChatRow, where: str) -> tuple[str, list[Span] | None]:
-        """Return the text of a chat, and the spans of the assistant's parts in order (None without ``parts=True``).
+        """Return the text of a chat, and the spans that have labels, in order (None without ``parts=True``).
 
         Raise ValueError if the chat, its tools or its tool calls are invalid, or if the assistant's parts cannot be located.
         Raise it also if the template is invalid, refuses the chat, or leaves out the chat's tools or tool calls. ``where``: the
@@ -136,16 +93,34 @@ class ChatTemplate:
             raise ValueError(f"{where}: the chat is not Unicode text ({error.reason}): mend the row") from error
         if not self._parts:
             return text, None
-        marked = re.search(r"\{%[-+]?\s*generation\b", self._sources[chat.tools is not None])
-        return text, spans if marked else self._added(chat, text, where)
+        marked = BLOCK.search(self._tokenizer.get_chat_template(tools=chat.tools))
+        turns = self._marked(chat, spans, where) if marked else self._added(chat, text, where)
+        silent = {i for i in turns if chat.messages[i].get("weight") == 0}
+        for i, parts in turns.items():
+            if not parts and i not in silent and any(x for name, x in chat.messages[i].items() if name not in ("role", "weight")):
+                raise ValueError(
+                    f"{where}: the chat template in {self._folder} writes no token of message {i + 1} inside {{% generation %}}, "
+                    'so the message would have no labels: mark it in the template, or give the message "weight": 0'
+                )
+        spans = spans if marked else [*chain(*turns.values())]
+        unlabelled = {span for i in silent for span in turns[i]}
+        return text, [span for span in spans if span not in unlabelled]
 
     def _write(self, chat: ChatRow, where: str, prompt: bool = False) -> str:
-        template = self._templates[chat.tools is not None]
-        arguments = dict(self._files.special) | chat._asdict() | {"documents": None, "add_generation_prompt": prompt}
+        """Return the text of a chat, with BEGIN and END around the blocks of the assistant."""
+        mark = lambda tag: f"{{%{tag[1]} if true %}}{END if tag[2] else BEGIN}{{% endif {tag[3]}%}}"
         try:
-            return template.render(**arguments)
+            template = BLOCK.sub(mark, self._tokenizer.get_chat_template(tools=chat.tools))
+            (text,) = self._tokenizer.apply_chat_template(
+                [chat.messages],  # a batch of one may be an empty chat
+                tools=chat.tools,
+                chat_template="{% set strftime_now = undefined %}" + template,
+                tokenize=False,
+                add_generation_prompt=prompt,
+            )
         except Exception as error:  # a template may raise any type
-            raise ValueError(f"{where}: the chat template of {self._files.path} refuses it: {error}") from error
+            raise ValueError(f"{where}: the chat template in {self._folder} refuses it: {error}") from error
+        return text
 
     def _check_tools(self, chat: ChatRow, written: str, where: str) -> None:
         """Raise ValueError if the template writes the same text without the tools of the chat, or without its tool calls."""
@@ -159,32 +134,44 @@ class ChatTemplate:
                 continue
             if same:
                 raise ValueError(
-                    f"{where}: the chat template of {self._files.path} leaves out the chat's {what!r}: take a tokenizer whose "
+                    f"{where}: the chat template in {self._folder} leaves out the chat's {what!r}: take a tokenizer whose "
                     f"template writes them, or leave {what!r} out of the rows"
                 )
 
-    def _added(self, chat: ChatRow, text: str, where: str) -> list[Span]:
-        """Return the span of each assistant message in ``text``, the text of the whole chat.
+    def _marked(self, chat: ChatRow, spans: list[Span], where: str) -> dict[int, list[Span]]:
+        """Return for each assistant message, by number, its spans among ``spans``: those that the message adds to their count."""
+        count = lambda end: len(_unmarked(self._write(chat._replace(messages=chat.messages[:end]), where))[1]) if end else 0
+        of_assistant = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        turns = {i: spans[count(i) : count(i + 1)] for i in of_assistant}
+        if any(message.get("weight") == 0 for message in chat.messages) and [*chain(*turns.values())] != spans:
+            raise self._untold(max(turns), where)
+        return turns
 
-        A span does not contain the generation prompt. For each such message two texts are rendered: the earlier messages with
-        the generation prompt, and the messages up to and including this message, without a prompt. The span lies between the
-        ends of the two texts. Raise ValueError if the first text is not a prefix of the second, or the second text is not a
-        prefix of ``text``.
+    def _added(self, chat: ChatRow, text: str, where: str) -> dict[int, list[Span]]:
+        """Return the span of each assistant message, by number, in ``text``, the text of the whole chat.
+
+        For each such message two texts are rendered: the earlier messages with the generation prompt, and the messages up to and
+        including this message, without a prompt. The span lies between the ends of the two texts. It goes on over an end of turn
+        (eos_token) that the template writes with the next message.
         """
-        spans = []
+        turns, ending = {}, self._tokenizer.eos_token or ""
         for i, message in enumerate(chat.messages):
             if message["role"] != "assistant":
                 continue
             before = self._write(chat._replace(messages=chat.messages[:i]), where, prompt=True)
             after = self._write(chat._replace(messages=chat.messages[: i + 1]), where)
             if not (after.startswith(before) and text.startswith(after)):
-                raise ValueError(
-                    f"{where}: the chat template of {self._files.path} writes message {i + 1} in another way if others follow, "
-                    "so the assistant's tokens cannot be told: put {% generation %} and {% endgeneration %} around them in the "
-                    'template, or pass chat="all"'
-                )
-            spans.append((len(before), len(after)))
-        return spans
+                raise self._untold(i, where)
+            end = len(after) + len(ending) * text.startswith(ending, len(after))
+            turns[i] = [(len(before), end)] if len(after) > len(before) else []
+        return turns
+
+    def _untold(self, i: int, where: str) -> ValueError:
+        return ValueError(
+            f"{where}: the chat template in {self._folder} writes message {i + 1} in another way if others follow, so the "
+            "assistant's tokens cannot be told: put {% generation %} and {% endgeneration %} around them in the template, or "
+            'pass chat="all"'
+        )
 
 
 def _checked(row: ChatRow, where: str) -> ChatRow:
@@ -199,6 +186,8 @@ def _checked(row: ChatRow, where: str) -> ChatRow:
     for message in chat:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f'{where}: a message must be like {{"role": "user", "content": "..."}}, got {in_words(message)}')
+        if message.get("weight") not in (None, 0, 1):
+            raise ValueError(f'{where}: the "weight" of a message must be 0 or 1, got {in_words(message["weight"])}')
     if BEGIN in (text := json.dumps([chat, tools], ensure_ascii=False, default=str)) or END in text:
         raise ValueError(f"{where}: a message or a tool holds U+FDD0 or U+FDD1, which are no characters: leave them out")
     messages = []
@@ -209,13 +198,13 @@ def _checked(row: ChatRow, where: str) -> ChatRow:
 
 
 def _unmarked(text: str) -> tuple[str, list[Span]]:
-    """Remove the marks BEGIN and END from a text. Return the text, and the spans that lay between a BEGIN and its END."""
-    plain, spans, at = [], [], 0
+    """Remove the marks BEGIN and END from a text. Return the text, and the spans of characters between a BEGIN and its END."""
+    plain, spans, at, begin = [], [], 0, 0
     for piece in re.split(f"([{BEGIN}{END}])", text):
         if piece == BEGIN:
-            spans.append((at, at))
+            begin = at
         elif piece == END:
-            spans[-1] = spans[-1][0], at
+            spans += [(begin, at)] if begin < at else []
         else:
             plain.append(piece)
             at += len(piece)
@@ -225,10 +214,8 @@ def _unmarked(text: str) -> tuple[str, list[Span]]:
 def inside(offsets: list[Span], spans: list[Span]) -> list[bool]:
     """Return for each token whether any of its characters lies in one of ``spans``.
 
-    ``offsets``: the span of each token's characters. Both lists are sorted by position in the text. The span of a message without
-    text is empty and contains no character. So a token around such a span is not inside it.
+    ``offsets``: the span of each token's characters. Both lists are sorted by position in the text. A span is not empty.
     """
-    spans = [(begin, end) for begin, end in spans if begin < end]
     found, at = [], 0
     for first, end in offsets:
         while at < len(spans) and spans[at][1] <= first:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from ..files import open_file
 from ..validation import missing_package
 from . import records
-from .chat import ChatTemplate, Span, TemplateFiles, inside
+from .chat import ChatTemplate, Span, inside
 from .documents import CHUNK, File, vanished
 from .settings import BYTES, DatasetSettings
 
@@ -29,12 +29,11 @@ An id has ``width`` bytes, little-endian. A text is one document, at row 1. The 
 """
 
 
-def encoder(settings: DatasetSettings, tokenizer_text: bytes | None, template: TemplateFiles | None) -> tuple[Encode, int]:
+def encoder(settings: DatasetSettings, tokenizer_text: bytes | None) -> tuple[Encode, int]:
     """Return the function that encodes a file (see ``Encode``), and the vocabulary size.
 
-    ``tokenizer_text``: the content of a tokenizer.json; None: each byte of a text is an id. ``template``: the chat template if
-    the rows are chats, else None. If ``settings.chat`` is "assistant", only the assistant's tokens have labels; the function
-    sets the highest bit in the ids of all other tokens.
+    ``tokenizer_text``: the content of a tokenizer.json; None: each byte of a text is an id. If ``settings.chat`` is "assistant",
+    only the assistant's tokens have labels; the function sets the highest bit in the ids of all other tokens.
     """
     end = -1 if settings.end is None else int(settings.end)
     if tokenizer_text is None:
@@ -52,8 +51,8 @@ def encoder(settings: DatasetSettings, tokenizer_text: bytes | None, template: T
         largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)  # ids may have gaps
         vocab, ids_of, pieces_of = max(largest, end) + 1, of_rows, of_text
 
-        if template is not None:
-            return _chats(settings, tokenizer, template), vocab
+        if settings.chat is not None:
+            return _chats(settings, tokenizer), vocab
 
     def encode(file: File, width: int, content: Any) -> Iterator[tuple[int, Iterable[bytes]]]:
         if records.is_records(file):
@@ -97,9 +96,9 @@ def _bytes_of_rows(texts: Sequence[str], width: int) -> list[bytes]:
     return [_widened(text.encode(), width) for text in texts]
 
 
-def _chats(settings: DatasetSettings, tokenizer: Any, files: TemplateFiles) -> Encode:
-    """Return the function that encodes a file of chats with the chat template in ``files``."""
-    template, column = ChatTemplate(files, parts=settings.marks_labels), settings.column
+def _chats(settings: DatasetSettings, tokenizer: Any) -> Encode:
+    """Return the function that encodes a file of chats with the tokenizer's chat template."""
+    template, column = ChatTemplate(settings.tokenizer, parts=settings.marks_labels), settings.column
 
     def encode(file: File, width: int, content: Any) -> Iterator[tuple[int, Iterable[bytes]]]:
         unlabelled, labelled = 1 << (8 * width - 1), False
@@ -122,8 +121,8 @@ def _chats(settings: DatasetSettings, tokenizer: Any, files: TemplateFiles) -> E
         yield from _rows(file, column, rows, ids_of, "chat")
         if settings.marks_labels and not labelled:
             raise ValueError(
-                f'{file.path} has no token of an assistant, which alone have labels with chat="assistant": the roles of its '
-                'messages must have "assistant" among them; else pass chat="all"'
+                f'{file.path} has no token of an assistant, which alone have labels with chat="assistant": a message must have '
+                'the role "assistant", a text, and no "weight" of 0; else pass chat="all"'
             )
 
     return encode
