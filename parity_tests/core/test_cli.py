@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ring_attn_cli.main import app, make_plan
+from ring_attn_cli.output_files import check_writable
 from ring_attn_core.layouts import LAYOUTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -213,3 +214,12 @@ command.main()
     shell = ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, code]
     done = subprocess.run(shell, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stderr.startswith("nothing is lost ") and int(done.stderr.split()[-1]) > 2, done.stderr
+
+
+def test_the_check_of_an_output_file_leaves_the_folder_as_it_was(tmp_path: Path):
+    (tmp_path / "there").write_text("kept")
+    (tmp_path / "link").symlink_to("aim")
+    for name in ("new", "there", "link"):
+        check_writable(tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "there"]
+    assert (tmp_path / "there").read_text() == "kept" and (tmp_path / "link").is_symlink()

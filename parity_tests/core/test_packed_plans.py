@@ -88,6 +88,14 @@ def test_a_tree_is_drawn_with_its_work_and_traffic_beside_the_other_layouts(tmp_
         ]
 
 
+def test_only_the_last_segment_of_each_path_ends_a_rollout():
+    chain = plan("--ranks", "2", "--tree", "-1:4 0:2 1:3 2:5", "--layout", "zigzag").output
+    assert "4 segments, 1 rollouts of up to 14 tokens" in chain
+    assert "14 tokens, 14 in rollouts alone: 1.0 times fewer" in chain
+    forest = plan("--ranks", "2", "--tree", "-1:4 0:2 -1:3 2:5 2:6", "--layout", "zigzag").output
+    assert "5 segments, 3 rollouts of up to 9 tokens" in forest
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("layout", [*LAYOUTS, "balanced"])
 def test_the_work_of_a_tree_is_counted_by_its_paths(layout: str, ranks: int):

@@ -119,6 +119,13 @@ def test_the_table_of_the_docs_has_every_key_with_its_default():
         ("out = 'before'", "before holds a run of jax: go on with --framework jax, or begin another with --out FOLDER"),
         ("[model]\nvocab = 255", "the data have ids from 0 to 255, and the model 255: make model.vocab at least 256"),
         ("[passkey]\nlengths = [20]", "length of a passkey must be an int of at least"),
+        ("[passkey]\nlengths = []\ntrain_every = 1\n[data]\nlength = 16", "length of a passkey must be an int of at least"),
+        ("[data]\ntokenizer = 'x'", "passkeys are bytes, and data.tokenizer makes other ids: set passkey.lengths = [] and"),
+        ("[passkey]\nlengths = []\ntrain_every = 9\n[data]\ntokenizer = 'x'", "passkeys are bytes, and data.tokenizer makes"),
+        (
+            "[data]\nlength = 8000\nfolder = '.'\npattern = '*.toml'\nheld_out = '*.toml'",
+            "data: . holds 72 tokens, and one batch of 4 x 8000 needs 32000: pass",
+        ),
         ("[optimizer.schedule]\nname = 'CosineLR'", "optimizer.schedule: no schedule is called 'CosineLR': did you mean"),
         ("[optimizer]\nschedule = 3", "optimizer.schedule must be a table, or a list of tables, got 3"),
         (
