@@ -24,8 +24,8 @@ class DemoSettings:
     """
 
     ranks: int = 4
-    tokens: int = 16384
-    steps: int = 12
+    tokens: int = 8192
+    steps: int = 6
     layout: str = "zigzag"
 
     @classmethod
