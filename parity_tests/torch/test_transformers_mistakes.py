@@ -12,10 +12,12 @@ pytest.importorskip("transformers")
 
 import torch
 import torch.distributed as dist
+import transformers
 
 import ring_attn_torch.transformers as hf
 from ring_attn_core.reference.tolerance import relative_error
 from ring_attn_torch import Ulysses, save_weights, sum_gradients
+from ring_attn_torch.transformers import masks
 from ring_attn_torch.transformers.attention import ring_attention
 
 from .hugging_face import VOCAB, in_float64, make
@@ -114,3 +116,16 @@ def test_a_strategy_reaches_the_attention_of_every_layer(monkeypatch: pytest.Mon
 def test_weights_of_a_hugging_face_model_are_referred_to_save_pretrained(tmp_path: Path):
     with pytest.raises(ValueError, match=r"got LlamaForCausalLM. Save a model of transformers or PEFT by its save_pretrained"):
         save_weights(make("llama", "float32"), tmp_path / "saved")
+
+
+def test_a_config_whose_model_attends_in_its_own_code_is_refused_before_the_model_is_made():
+    with pytest.raises(ValueError, match="FalconModel computes attention in its own code and asks no attn_implementation"):
+        hf.enable(transformers.FalconConfig())
+
+
+def test_a_layer_that_reads_its_mask_as_a_tensor_is_told_that_there_is_none():
+    """As the indexer of AXK2 does, outside of sequence_parallel, where no class is refused."""
+    seen = masks.LayerMask(masks.CallRing(layout="contiguous"), masks.causal(), 9)
+    assert seen[2] == 9
+    with pytest.raises(ValueError, match="a layer reads its attention_mask as a tensor"):
+        seen[:, 0, :, :]

@@ -70,6 +70,15 @@ class LayerMask(NamedTuple):
     """The ``CachedCall`` whose cache the layers continue; None without a cache."""
     key_extents: Tensor | None = None
 
+    def __getitem__(self, key: Any) -> Any:
+        """Return a field. Raise ValueError if a layer indexes the mask as a tensor, as for scores that it computes by itself."""
+        if isinstance(key, tuple):
+            raise ValueError(
+                'a layer reads its attention_mask as a tensor [batch, 1, tokens, tokens], which attn_implementation="ring" never '
+                "makes: such a model runs with another attn_implementation, unsharded"
+            )
+        return tuple.__getitem__(self, key)
+
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
         """Raise ValueError, because torch got this mask: a layer has run outside of the ``with`` that made the mask."""
@@ -95,8 +104,8 @@ class RunningCall(ABC):
     longest: Tensor | None = None
     """The largest of the global position_ids, as a 0-d tensor; a shard may lack it. None if every rank computes all tokens."""
     model: nn.Module | None = None
-    called: nn.Module | None = None
-    """The module whose hooks began the call: ``model``, or the wrapper around it."""
+    wrapped: bool = False
+    """True if the hooks of the wrapper around ``model`` began the call."""
     scope: ExitStack = field(default_factory=ExitStack)
     """The callbacks that undo the call's changes to the model; they run when the call ends."""
     attention_calls: int = 0

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ring_attn_core.kernels.backends import BACKENDS, select
@@ -65,10 +65,10 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return config.get_text_config()
 
 
-def check_config(config: PreTrainedConfig) -> None:
-    """Raise ValueError if ``config`` says that its model cannot run over a ring."""
+def check_config(config: PreTrainedConfig, kind: Any = None) -> None:
+    """Raise ValueError if ``config`` or the model's class ``kind`` (None: transformers') says that a ring cannot run it."""
     _check_stack(config)
-    name, text = type(config).__name__, text_config(config)
+    name, text, kind = type(config).__name__, text_config(config), kind or MODEL_MAPPING.get(type(config), None)
     kinds = [kind for kind in dict.fromkeys(getattr(text, "layer_types", None) or ()) if kind not in LAYER_TYPES]
     if kinds:
         raise ValueError(
@@ -77,6 +77,9 @@ def check_config(config: PreTrainedConfig) -> None:
         )
     if getattr(text, "output_attentions", False) or getattr(config, "output_attentions", False):
         raise ValueError(f"{name}.output_attentions=True asks for weights of attention, which are never made: set it to False")
+    if isinstance(kind, type) and not kind._can_set_attn_implementation():  # type: ignore[attr-defined]
+        why = "computes attention in its own code and asks no attn_implementation: it cannot run over a ring"
+        raise ValueError(f"{kind.__name__} {why}")
 
 
 def _check_stack(config: PreTrainedConfig) -> None:
@@ -109,12 +112,7 @@ def check_model(model: nn.Module) -> None:
                 f"{type(inside).__name__} does not run over a ring: {kind} {OWN_MASKS[kind]}, tokens times tokens, and a ring "
                 "knows masks that are bands and intervals of positions alone. Run it unsharded, with another attn_implementation"
             )
-    check_config(inside.config)
-    if not inside._can_set_attn_implementation():
-        raise ValueError(
-            f"{type(inside).__name__} computes attention in its own code and asks no attn_implementation: it cannot run "
-            "over a ring"
-        )
+    check_config(inside.config, type(inside))
     if any(getattr(c, "is_prompt_learning", False) for c in _adapters(model)):
         raise ValueError(
             "prompt and prefix tuning put tokens in front of the sequence, which every rank would do to its shard: use LoRA"
@@ -249,7 +247,7 @@ class MixingLayers:
         count = lambda: None if (call := running()) is None else call.attention_calls
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not self.again and running() is not None:
+            if not (self.again or torch.compiler.is_compiling()) and running() is not None:
                 before.append(count())
 
         def leave(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

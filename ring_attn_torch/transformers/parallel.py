@@ -2,7 +2,7 @@
 
 Entering registers hooks; leaving restores the model's attention, hooks, head and checkpointing. A call goes through four files:
 
-    parallel.py    ``ModelHooks.before`` takes the global arguments, and ``ModelHooks.after`` returns the output
+    hooks.py       ``ModelHooks.before`` takes the global arguments, and ``ModelHooks.after`` returns the output
     shards.py      ``sharded`` checks the arguments and takes this rank's tokens; the model then runs on these
     attention.py   ``ring_attention_forward`` computes each layer's attention over the ring, with a mask of masks.py
     loss.py        ``with_loss`` computes the loss from this rank's logits and sums over the ranks
@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -31,11 +30,10 @@ from ..ring.agreement import same_error
 from ..ring.groups import group_name, group_of
 from ..training.gradients import means_of_rings
 from .arguments import check_weights
-from .attention import Checkpointing, ring_configs
+from .attention import ring_configs
 from .balanced import check_layout_name
-from .cache import CachedCall
-from .loss import ChunkedHead, with_log_probs, with_loss
-from .masks import NAME, AccelerateHooks, CallRing, during, running
+from .hooks import HOOKS, ModelHooks
+from .masks import NAME, CallRing
 from .models import (
     MixingLayers,
     check_backend,
@@ -48,12 +46,11 @@ from .models import (
     text_config,
 )
 from .routers import take_over
-from .shards import GlobalBatch, rotary_by_length, sharded, with_largest_position
+from .shards import rotary_by_length, with_largest_position
 
 T = TypeVar("T", nn.Module, PreTrainedConfig)
 
 _rings: WeakKeyDictionary[PreTrainedModel, CallRing] = WeakKeyDictionary()  # set by ``enable``
-_hooks: WeakKeyDictionary[nn.Module, ModelHooks] = WeakKeyDictionary()  # of the models inside ``sequence_parallel``
 
 SETTINGS = "ring_attention"
 """The attribute of a config that holds a ring's settings, as a dict that JSON can store."""
@@ -135,15 +132,15 @@ def on_shards(
     """
     inside = hugging_face_model(model)
     take_over(inside)
-    if inside in _hooks:
+    if inside in HOOKS:
         raise ValueError("sequence_parallel is on already for this model: enter it once, outside of the loop over batches")
     if gather_logits and loss_chunk is not None:
         raise ValueError("gather_logits=True asks for logits and loss_chunk for none: pass one of them")
     hooks = ModelHooks(inside, ring, gather_logits, loss_chunk, factor=ring.ranks if averaged else 1)
     with ExitStack() as stack:
-        _hooks[inside] = hooks
+        HOOKS[inside] = hooks
         means_of_rings.pop(inside, None)
-        stack.callback(_hooks.pop, inside, None)
+        stack.callback(HOOKS.pop, inside, None)
         stack.enter_context(ring_configs(model))
         for module in rotary_by_length(inside):
             stack.enter_context(with_largest_position(module))
@@ -152,71 +149,10 @@ def on_shards(
             hooks.mixing = MixingLayers(model, inside)
             stack.callback(hooks.mixing.forget)
         stack.callback(hooks.accelerate.restore)
-        apart = model is not inside and not isinstance(model, OptimizedModule)
-        for called in (model, inside) if apart else (model,):  # PEFT's generate calls the model inside
+        for called in {model, inside}:  # PEFT's generate calls the model inside
             stack.callback(called.register_forward_pre_hook(hooks.before, with_kwargs=True).remove)
             stack.callback(called.register_forward_hook(hooks.after, always_call=True).remove)
         yield
-
-
-class ModelHooks:
-    """The hooks that run before and after each call of a model."""
-
-    def __init__(self, model: PreTrainedModel, ring: CallRing, gather_logits: bool, loss_chunk: int | None, factor: int) -> None:
-        self.model, self.ring, self.gather_logits, self.factor = model, ring, gather_logits, factor
-        self.head = None if loss_chunk is None else ChunkedHead(model, loss_chunk)
-        self.checkpointing, self.accelerate = Checkpointing(model), AccelerateHooks(model)
-        self.mixing: MixingLayers | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelHooks:
-        """Raise ValueError: the hooks of a copied model would act on the original."""
-        raise ValueError("a model cannot be copied inside sequence_parallel: copy it before you enter, or after you leave")
-
-    @contextmanager
-    def gathering(self) -> Iterator[None]:
-        """Make calls return global logits inside this ``with``."""
-        before, self.gather_logits = self.gather_logits, True
-        try:
-            yield
-        finally:
-            self.gather_logits = before
-
-    def before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Return this rank's arguments of the model: shards, or all tokens in some calls with a cache (see cache.py).
-        Return None, which changes nothing, if the call is made inside another call of this model."""
-        outer = running()
-        if outer is not None and outer.model is self.model:
-            return None
-        call = sharded(self.model, self.ring, args, kwargs)
-        call.model, call.called = self.model, module
-        self.checkpointing.keep_attention()
-        self.accelerate.remove()
-        call.scope.enter_context(during(call))
-        call.begin(self.model)
-        if self.head and isinstance(call, GlobalBatch) and call.labels is not None and not (call.fused or self.gather_logits):
-            call.scope.enter_context(self.head.summing(call, call.labels))
-        return (), call.kwargs
-
-    def after(self, module: nn.Module, args: tuple[object, ...], output: Any) -> Any:
-        """End a call: return its output with the loss, and global logits if requested. ``output``: None if the call failed."""
-        call = running()
-        if call is None or call.called is not module:
-            return None
-        call.scope.close()
-        if output is None:
-            return None
-        if self.mixing is not None:
-            self.mixing.end()
-        if isinstance(call, CachedCall):
-            return call.end()
-        assert isinstance(call, GlobalBatch)
-        fused = with_log_probs(output, call, self.factor) if call.fused else None
-        return fused or with_loss(self.model, output, call, self.gather_logits, self.factor)
-
-
-def hooks_of(model: nn.Module) -> ModelHooks:
-    """Return the call hooks of ``model``, which must be inside sequence_parallel."""
-    return _hooks[hugging_face_model(model)]
 
 
 def enable(

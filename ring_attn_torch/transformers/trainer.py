@@ -26,9 +26,10 @@ from ring_attn_core.validation import check_mixin_first
 
 from ..ring.groups import group_name, group_of
 from .arguments import check_weights
+from .hooks import hooks_of
 from .masks import CallRing
 from .models import hugging_face_model, uses_all_weights
-from .parallel import check_entry, hooks_of, on_shards, ring_of_model
+from .parallel import check_entry, on_shards, ring_of_model
 from .trainer_checks import check_arguments, check_group, check_trainer
 from .trl import check_kind, is_sft, of_trl
 
