@@ -82,13 +82,17 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3_images": ("Gemma3Config", "Gemma3ForConditionalGeneration", {}),
 }
 KINDS = dict.fromkeys(CLASSES, ("plain", "padded", "holes", "packed"))
+KINDS |= dict.fromkeys(("mistral", "gpt_oss"), ("plain", "padded", "holes", "packed", "skipped", "masked"))
 KINDS |= {"dynamic": ("plain",), "longrope": ("plain",), "gemma3_images": ("plain", "padded")}
 TINY_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 TINY_VISION |= {"image_size": 28, "patch_size": 14}
 
 
 class Case(NamedTuple):
-    """A batch for a model: ``kind`` plain, padded (right and left and a hole), packed, or blocks (images)."""
+    """A batch for a model: ``kind`` plain, padded (right and left and a hole), packed, or blocks (images).
+
+    Positions skip forward: "skipped" as a new document begins, none at 0; "masked" inside a document, under a mask of ones.
+    """
 
     model: str
     kind: str = "plain"
@@ -133,9 +137,14 @@ def batch(case: Case) -> dict[str, Tensor]:
         given["attention_mask"] = mask
         labels[mask == 0] = -100
         labels[0, 11] = -100
-    if case.kind == "packed":
-        given["position_ids"] = torch.cat([torch.arange(n) for n in DOCUMENTS])[None].expand(2, -1).contiguous()
+    if case.kind in PACKED:
+        first = (5, 17, 2) if case.kind == "skipped" else (0, 0, 0)
+        pieces = [torch.arange(n) + at for n, at in zip(DOCUMENTS, first, strict=True)]
+        given["position_ids"] = torch.cat(pieces)[None].expand(2, -1).contiguous()
         labels[:, STARTS] = -100
+    if case.kind == "masked":
+        given["attention_mask"] = torch.ones_like(ids)
+        given["position_ids"] = (torch.arange(LENGTH) + 3)[None] + torch.tensor([[0], [4]]) * (torch.arange(LENGTH) > 9)
     if case.model == "gemma3_images":
         given["token_type_ids"] = torch.zeros_like(ids)
         given["token_type_ids"][:, 3:9] = given["token_type_ids"][1, 14:23] = 1
@@ -150,6 +159,7 @@ def batch(case: Case) -> dict[str, Tensor]:
     return given
 
 
+PACKED = ("packed", "skipped")
 DOCUMENTS = (9, 3, 14)
 STARTS = [sum(DOCUMENTS[:i]) for i in range(len(DOCUMENTS))]
 
@@ -191,7 +201,7 @@ def truth(case: Case, order: int = 0) -> Outcome:
     given = {name: flipped(name, x) for name, x in batch(case).items()}
     given.pop("labels", None)
     with computing(case.dtype), permuted_by(order):
-        if case.kind == "packed":
+        if case.kind in PACKED:
             parts = []
             for start, tokens in zip(STARTS, DOCUMENTS, strict=True):
                 own = {name: x[..., start : start + tokens] for name, x in given.items()}

@@ -91,6 +91,24 @@ def counted_otherwise(group: Any, count: int) -> list[float]:
         return [half.item(), model(**given, shift_labels=shift_labels).loss.item()]
 
 
+@pytest.mark.parametrize("more", [{}, {"shift_labels": True}, {"loss_chunk": 7}], ids=str)
+def test_labels_that_padding_would_predict_count_in_no_loss(more: dict[str, Any]):
+    """On the left, on the right and in a hole, as the collator of a chat leaves them and as ``labels=input_ids`` does."""
+    mask, labels = torch.ones(2, LENGTH, dtype=torch.long), batch(LLAMA)["input_ids"]
+    mask[0, 21:] = mask[1, :3] = mask[0, 9:11] = 0
+    without = torch.cat([labels[:, :1], labels[:, 1:].masked_fill(mask[:, :-1] == 0, -100)], 1)
+    losses = []
+    for own in (labels, without):
+        model: Any = make("llama", implementation="ring")
+        shifted = {"shift_labels": F.pad(own[:, 1:], (0, 1), value=-100)} if "shift_labels" in more else {}
+        with in_float64(), hf.sequence_parallel(model, loss_chunk=more.get("loss_chunk")):
+            loss = model(input_ids=labels, attention_mask=mask, labels=own, **shifted).loss
+            loss.backward()
+        losses.append([loss.item(), *(p.grad for p in model.parameters())])
+    assert losses[0][0] == losses[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(losses[0][1:], losses[1][1:], strict=True))
+
+
 def test_embeddings_may_be_given_and_cu_seq_lens_say_what_position_ids_say(four: Any):
     packed = truth(Case("llama", "packed"))["logits"].reshape(2, LENGTH, -1)
     for got, row in four(2, from_embeddings):
@@ -185,38 +203,6 @@ def loaded(group: Any, folder: str) -> tuple[float, str, str]:
     assert hidden == LENGTH // 2  # zigzag pads to 28 tokens
     settings: Any = config
     return loss, settings.ring_attention["layout"], inside._attn_implementation
-
-
-def test_a_compiled_model_is_compiled_once_for_all_batches(four: Any):
-    for graphs, breaks, losses, gradient in four(2, compiled):
-        assert abs(losses[0] - losses[1]) < 1e-5
-        assert gradient < 1e-5
-        assert graphs == 1
-        assert breaks == 0
-
-
-def compiled(group: Any) -> tuple[int, int, list[float], float]:
-    import torch._dynamo
-
-    torch._dynamo.reset()
-    model, eager = make("gemma2", "float32", "ring"), make("gemma2", "float32", "ring")
-    graphs = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    fast: Any = torch.compile(model, backend=backend, dynamic=False)
-    given, counters = batch(Case("gemma2", "packed")), torch._dynamo.utils.counters
-    counters.clear()
-    with hf.sequence_parallel(fast, group), hf.sequence_parallel(eager, group):
-        losses = [each(**given).loss for each in (fast, eager)]
-        torch.stack(losses).sum().backward()
-        other = given | {"position_ids": torch.arange(LENGTH).remainder(7)[None].expand(2, -1).contiguous()}
-        fast(**other)
-    pairs = zip(model.parameters(), eager.parameters(), strict=True)
-    worst = max(float((a.grad - b.grad).abs().max()) for a, b in pairs)
-    return len(graphs), len(counters["graph_break"]), [loss.item() for loss in losses], worst
 
 
 def test_weights_sharded_by_fsdp2_get_the_gradients_of_one_device(four: Any):

@@ -98,6 +98,8 @@ def _global_batch(model: PreTrainedModel, ring: CallRing, checked: CheckedArgume
         whole.shifted = model.loss_function in SHIFTED and "shift_labels" not in call_arguments
         if whole.shifted:
             labels = F.pad(labels[:, 1:], (0, 1), value=whole.ignore_index)
+        if present is not None:  # what padding predicts depends on the attention: of a query without keys out is 0 here
+            labels = labels.masked_fill(~present, whole.ignore_index)
         whole.labels = whole.filled(labels, whole.ignore_index)
         weights = move("label_weights")
         whole.label_weights = None if weights is None else whole.filled(weights, 0)
