@@ -1,0 +1,38 @@
+"""What a call of attention keeps and hands on in JAX, on one device."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ring_attn_core import full
+from ring_attn_core.problem.options import Options
+from ring_attn_jax import attend_block
+from ring_attn_jax.call.prepare import Arrays, checked, problem_of
+
+
+def test_a_block_is_not_rounded_to_the_dtype_of_its_inputs():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 6, 2, 8), jnp.bfloat16)
+    out, lse = attend_block(q, k, v)
+    assert (out.dtype, lse.dtype) == (jnp.float32, jnp.float32)
+    assert (out != out.astype(jnp.bfloat16)).any()
+
+
+def test_slopes_weigh_keys_by_their_distance():
+    q, v = jnp.zeros((1, 5, 2, 4)), jax.random.normal(jax.random.key(0), (1, 5, 2, 4))
+    slopes = np.array([0.5, 2.0])
+    weights = jax.nn.softmax(slopes[:, None, None] * (np.arange(5)[None, :] - np.arange(5)[:, None]), -1)
+    out, _ = attend_block(q, q, v, mask=full(), alibi_slopes=jnp.asarray(slopes, jnp.float32))
+    np.testing.assert_allclose(out, jnp.einsum("hqk,bkhd->bqhd", weights, v), atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["auto", "blockwise"])
+def test_a_backend_by_name_reads_values_as_an_array_where_a_gradient_is_wanted(backend):
+    """Its backward reads them so, and a name stands for both passes."""
+    q, k = jnp.zeros((1, 6, 2, 8)), jnp.zeros((1, 6, 1, 8))
+    problem = problem_of(q, k, k[..., :4], Arrays(), 1, Options(layout="contiguous", backend=backend, v_dim=4))
+    call = checked(problem, anywhere=False)
+    assert call.values_in_keys
+    assert (call.recorded.values_in_keys is None) == (backend == "blockwise")
