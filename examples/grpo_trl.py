@@ -59,7 +59,7 @@ class TreeGRPOTrainer(GRPOTrainer):
             whole = whole[:, -logits_to_keep:]
             return whole * ranks - (whole * (ranks - 1)).detach()  # DDP divides the gradient by the ranks
 
-        log_probs, entropies = map(rows, token_log_probs(logits / self.temperature, labels, entropy=True))
+        log_probs, entropies = map(rows, token_log_probs(logits, labels, entropy=True, temperature=self.temperature))
         return log_probs, entropies if compute_entropy else None, None
 
 

@@ -19,6 +19,8 @@ ELSEWHERE = {
     "sliding_window": "mask=sliding_window(before, after)",
     "attn_mask": "mask, extents or key_mask",
     "bias": "alibi_slopes",
+    "sequence_process_group": "group",
+    "process_group": "group",
     "segment_ids": "extents=document_extents(...)",
     "dropout": "dropout_rate",
     "dropout_p": "dropout_rate",

@@ -65,6 +65,8 @@ def check_mask(mask: Any) -> None:
         return
     if isinstance(mask, tuple | list) and len(mask) == 2 and all(map(is_integer, mask)):
         got, hint = str(tuple(mask)), "a window (before, after) is sliding_window(before, after)"
+    elif mask is None or (isinstance(mask, str) and mask in MASKS):
+        got, hint = in_words(mask), "pass mask=causal(), or mask=full() for all keys"
     else:
         got = in_words(mask)
         hint = (

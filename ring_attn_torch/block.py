@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
 from ring_attn_core.problem.checks import FARTHEST, check_extents, check_key_extents, check_pairs, check_runs, rate_of
 from ring_attn_core.problem.options import Options
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 
+@named_keywords
 def attend_block(
     q: Float[Tensor, "batch queries heads head_dim"],
     k: Float[Tensor, "batch keys kv_heads head_dim"],

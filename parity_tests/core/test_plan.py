@@ -218,7 +218,15 @@ ERRORS = [
     ({"ranks": 0}, "a ring needs at least 1 rank, got 0"),
     (
         {"mask": "causal"},
-        "mask must be full(), causal(...) or sliding_window(...), got 'causal': pass which keys are no padding as key_mask=, a "
+        "mask must be full(), causal(...) or sliding_window(...), got 'causal': pass mask=causal(), or mask=full() for all keys",
+    ),
+    (
+        {"mask": None},
+        "mask must be full(), causal(...) or sliding_window(...), got None: pass mask=causal(), or mask=full() for all keys",
+    ),
+    (
+        {"mask": True},
+        "mask must be full(), causal(...) or sliding_window(...), got True: pass which keys are no padding as key_mask=, a "
         "bool array, and where the documents of packed sequences begin and end as extents=, made by document_extents",
     ),
     ({"layout": "ziggy"}, f"unknown layout 'ziggy': choose one of {', '.join(LAYOUTS)}"),

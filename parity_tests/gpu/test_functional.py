@@ -19,7 +19,7 @@ from ..torch.functional_calls import draw
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ARRAYS = "out", "dq", "dk", "dv"
-LEFT_OUT = "softcap", "alibi_slopes"
+LEFT_OUT = "softcap", "alibi_slopes", "return_attn_probs"
 WORST = 4.0
 """FlashAttention-2's largest error, as a share of the bound that holds for ours."""
 

@@ -52,6 +52,19 @@ def test_values_and_gradients_are_exact_in_float64(chunk):
         assert_near({"logp": np.asarray(logp)}, {"logp": truth["logp"]}, 1e-14)
 
 
+def test_logits_are_divided_by_the_temperature():
+    (hidden, head, labels), cotangents = hidden_states(), cotangents_of_tokens()
+    truth = exact_log_probs(hidden, head / 0.7, labels, *cotangents)
+    truth |= {name: truth[name] / 0.7 for name in ("dhead", "dlogits")}
+    with jax.enable_x64(True):
+        hidden, head, labels = map(jnp.asarray, (hidden, head, labels))
+        got = results(partial(of_hidden, labels=labels, chunk=7, temperature=0.7), cotangents, hidden=hidden, head=head)
+        assert_near(got, {name: truth[name] for name in truth if name != "dlogits"}, 1e-14)
+        of_logits = partial(token_log_probs, labels=labels, entropy=True, temperature=0.7)
+        got = results(of_logits, cotangents, logits=hidden @ head.T)
+        assert_near(got, {name: truth[name] for name in ("dlogits", "logp", "entropy")}, 1e-14)
+
+
 def test_bfloat16_gives_float32_and_sums_the_heads_gradient_in_it():
     rng = np.random.default_rng(0)
     hidden, head = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((1, 2048, 4), (5, 4)))
@@ -150,6 +163,8 @@ X, W, Y = jnp.ones((2, 4, 3)), jnp.ones((7, 3)), jnp.ones((2, 4), jnp.int32)
         ({"labels": Y > 0, "head": W}, "labels must have an integer dtype, .* got bool"),
         ({"logits": X.astype(jnp.int32)}, "logits and hidden states must have one of the dtypes bfloat16, .* got int32"),
         ({"chunk": 0, "head": W}, "chunk is a number of tokens, an int of at least 1, got 0"),
+        ({"temperature": 0}, "temperature must be a finite Python number above 0, got 0"),
+        ({"temperature": None}, "temperature must be a finite Python number above 0, got None"),
         ({"ignore_index": None}, "ignore_index must be one integer, got None"),
         ({"ignore_index": 0.5}, "ignore_index must be one integer, got 0.5"),
     ],

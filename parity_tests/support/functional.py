@@ -94,7 +94,11 @@ def dense_attention(call: Call, working: Any, rounded: Callable[[Array], Array])
     """
     by_head = lambda name: np.moveaxis(call.arrays[name].astype(working), 2, 1)
     q, k, v, dout = map(by_head, ("q", "k", "v", "dout"))
-    dlse = by_head("dlse")[..., None] if call.arguments.get("return_lse") else working(0)  # the only lse with a gradient
+    dlse = (
+        by_head("dlse")[..., None]
+        if {"return_lse", "return_attn_probs"} & {name for name, x in call.arguments.items() if x is True}
+        else working(0)
+    )
     share = q.shape[1] // k.shape[1]
     k, v = np.repeat(k, share, 1), np.repeat(v, share, 1)
     scale = working(q.shape[-1] ** -0.5 if call.scale is None else call.scale)

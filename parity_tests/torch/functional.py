@@ -46,7 +46,9 @@ def on_rank(group: Group, call: Call) -> dict[str, np.ndarray] | str:
     except ValueError as error:
         return str(error)
     out, *lse = got if isinstance(got, tuple) else (got,)
-    results = dict(zip(("out", "lse"), (order(out, back=True), *(x.transpose(1, 2) for x in lse)), strict=False))
+    results = {"out": order(out, back=True)}
+    if lse:
+        results["lse"] = (lse[0] if lse[0].ndim == 3 else lse[0][None]).transpose(1, 2)
     gradients = torch.autograd.grad(list(results.values()), leaves, [shards["d" + name] for name in results])
     results |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
     if out.dtype != dtype or order(leaves[0]).shape[:-1] != out.shape[:-1]:

@@ -58,6 +58,7 @@ def _flash_options(rng: random.Random, call: Call) -> tuple[float, float]:
         call.arguments["softcap"] = call.softcap = rng.uniform(0.5, 3)
     if rng.random() < 0.3:
         call.arguments["deterministic"] = rng.random() < 0.5
+    call.arguments["return_attn_probs"] = call.lengths[0] % 2 == 0
     sides = np.inf if left < 0 else left, 0 if causal else np.inf if right < 0 else right
     if rng.random() < 0.25:
         heads = call.arrays["q"].shape[2]
@@ -69,7 +70,7 @@ def _flash_options(rng: random.Random, call: Call) -> tuple[float, float]:
 
 
 FLASH_REFUSED = {
-    "return_attn_probs": (True, "return_attn_probs=True"),
+    "return_attn_probs": (1, "return_attn_probs must be True or False"),
     "dropout_p": (0.1, "dropout_p=0.1 needs dropout_seed="),
     "window_size": (3, "window_size must be"),
     "deterministic": (1, "deterministic must be True or False"),

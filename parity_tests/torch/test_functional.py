@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+import torch
 from torch.nn.attention import flex_attention as flex
 
 from ring_attn_core.reference.tolerance import relative_error
+from ring_attn_torch import functional, ring_attention
 
 from ..support.functional import DTYPES, assembled
 from ..support.selection import first
@@ -75,6 +79,20 @@ def test_most_draws_are_computed_and_every_refusal_is_drawn(name):
     assert len({call.refused for call in draws}) > len(REFUSED_ALWAYS[name])
     refused = "\n".join(call.refused or "" for call in draws)
     assert [words for words in REFUSED_ALWAYS[name] if words not in refused] == []
+
+
+def test_return_attn_probs_gives_lse_and_an_empty_mask_as_flash_attn():
+    q, k, v = torch.randn(3, 2, 9, 2, 8, dtype=torch.bfloat16)
+    expected = ring_attention(q, k, v, layout="contiguous", return_lse=True)
+    out, lse, mask = functional.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1].transpose(1, 2))
+    ends = torch.tensor([0, 9])
+    packed = partial(functional.flash_attn_varlen_func, q[0], k[0], v[0], ends, ends, 9, 9, causal=True, return_attn_probs=True)
+    assert all(map(torch.equal, packed(), (out[0], lse[0], mask)))
+    assert (lse.dtype, mask.dtype, mask.shape) == (torch.float32, torch.bfloat16, (0,))
+    with pytest.raises(ValueError, match=r"return_attn_probs=True with dropout asks for S_dmask, .* never made: leave it out"):
+        packed(dropout_p=0.5, dropout_seed=3)
 
 
 FLASH = "return_attn_probs", "dropout_p", "window_size", "deterministic", "softcap", "alibi_slopes without", "alibi_slopes need"

@@ -41,6 +41,19 @@ def test_values_and_gradients_are_exact_in_float64(chunk):
     assert torch.equal(alone, token_log_probs(hidden, labels, head=head, chunk=chunk, entropy=True)[0])
 
 
+def test_logits_are_divided_by_the_temperature():
+    (hidden, head, labels), cotangents = hidden_states(), cotangents_of_tokens()
+    truth = exact_log_probs(hidden, head / 0.7, labels, *cotangents)
+    truth |= {name: truth[name] / 0.7 for name in ("dhead", "dlogits")}
+    hidden, head, labels = map(torch.from_numpy, (hidden, head, labels))
+    leaves = {"hidden": hidden.requires_grad_(), "head": head.requires_grad_()}
+    values = token_log_probs(hidden, labels, head=head, chunk=7, entropy=True, temperature=0.7)
+    assert_near(results(values, cotangents, **leaves), {name: truth[name] for name in truth if name != "dlogits"}, 1e-14)
+    logits = (hidden @ head.T).detach().requires_grad_()
+    values = token_log_probs(logits, labels, entropy=True, temperature=0.7)
+    assert_near(results(values, cotangents, logits=logits), {name: truth[name] for name in ("dlogits", "logp", "entropy")}, 1e-14)
+
+
 @pytest.mark.parametrize("frozen", ["hidden", "head"])
 def test_what_is_frozen_gets_no_gradient_and_the_other_its_own(frozen):
     arrays, cotangents = hidden_states(), cotangents_of_tokens()

@@ -189,6 +189,14 @@ def test_inputs_that_do_not_fit_are_refused():
         module(x, x, x[:, 1:])
     with pytest.raises(ValueError, match=r"value must be a dense torch\.Tensor, .*, got list"):
         module(x, x, [1])
+    for dtype in (torch.float64, torch.bfloat16):
+        module.in_proj_bias = nn.Parameter(torch.zeros(36, dtype=dtype))
+        with pytest.raises(
+            ValueError, match=rf"weights must have one dtype, got .*in_proj_bias {dtype}, out_proj.*: cast the module"
+        ):
+            module(x, x, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(x, x, x)[0].dtype == torch.bfloat16
     with pytest.raises(ValueError, match="from 0 to below 1, got 1"):
         MultiheadAttention(**SIZES, dropout=1.0)
     with pytest.raises(ValueError, match=r"add_bias_kv with dropout=0.1 does not work while training"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ..problem.checks import DTYPES
@@ -49,6 +50,11 @@ def check_loss(logits: Shape, labels: Shape, head: Shape | None, chunk: Any, red
     check_chunk("chunk", chunk)
     if reduction not in REDUCTIONS:
         raise ValueError(f'reduction must be "mean" or "sum", over all labels of all ranks, got {in_words(reduction)}')
+
+
+def check_temperature(temperature: Any) -> None:
+    if isinstance(temperature, bool) or not isinstance(temperature, float | int) or not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be a finite Python number above 0, got {in_words(temperature)}")
 
 
 def check_dtypes(logits: str, labels: str) -> None:

@@ -1,6 +1,6 @@
 """Each label's log-probability and each token's entropy, with gradients, from logits or from hidden states.
 
-    logp_i = logits_il - log sum_v exp(logits_iv)                        l: the label of token i
+    logp_i = logits_il - log sum_v exp(logits_iv)                        l: the label of token i; logits after temperature
     H_i    = - sum_v p_iv log p_iv                                       p_i = softmax(logits_i)
     dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)   [v = l]: 1 if v is the label, else 0
 
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ring_attn_core.model.chunks import check_dtypes, check_loss
+from ring_attn_core.model.chunks import check_dtypes, check_loss, check_temperature
 from ring_attn_core.validation import check_integer
 
 from ..attend.tiles import accumulation_dtype
@@ -29,12 +29,15 @@ from .loss import _check_arrays, int32_labels
 
 
 class LogProbSettings(NamedTuple):
-    """The ignored label, the maximum number of tokens in a chunk, and whether to return the entropy. A chunk has at least one
-    token of each batch row, even if these exceed the maximum."""
+    """The ignored label, the maximum number of tokens in a chunk, whether to return the entropy, and the divisor of the logits.
+
+    A chunk has at least one token of each batch row, even if these exceed the maximum.
+    """
 
     ignored: int
     chunk: int
     entropy: bool
+    temperature: float
 
 
 def token_log_probs(
@@ -45,12 +48,15 @@ def token_log_probs(
     chunk: int = 4096,
     entropy: bool = False,
     ignore_index: int = -100,
+    temperature: float = 1.0,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Return the log-probability [b s] of each label, or with ``entropy`` the pair (log-probability, entropy).
 
     Both are in at least float32. They are 0 if the label is ``ignore_index``. They are NaN if the label is outside the
     vocabulary, because traced values cannot raise. ``logits``: [b s vocab]. ``labels`` int [b s]: the next token of each token,
     as ``pack_rollouts`` and ``shard_batch`` return it.
+
+    ``temperature``: the logits are divided by this number first, as for sampling.
 
     ``head`` [vocab, dim]: if it is passed, the first argument is the hidden states [b s dim]. The logits ``hidden head^T`` are
     then computed for ``chunk`` tokens at a time, and again in the backward. Products are in hidden's dtype; softmax and sums over
@@ -63,12 +69,13 @@ def token_log_probs(
     check_integer("ignore_index", ignore_index, static=True)
     check_dtypes(str(logits.dtype), str(labels.dtype))
     check_loss(logits.shape, labels.shape, None if head is None else head.shape, chunk, "sum")
+    check_temperature(temperature)
     x = logits.reshape(-1, *logits.shape[-2:]) if logits.ndim != 3 else logits
     tokens = int32_labels(labels).reshape(x.shape[:2])
     wide = None if head is None else head.astype(accumulation_dtype(x.dtype))
     varying = vary_alike((), x, wide, tokens)
     spec = PartitionSpec(*sharded_like(x)[:2])
-    settings = LogProbSettings(int(ignore_index), chunk, entropy)
+    settings = LogProbSettings(int(ignore_index), chunk, entropy, temperature)
     values = on_auto_axes(partial(_values, settings=settings), (spec, spec) if entropy else (spec,))(*varying)
     shaped = tuple(each.reshape(labels.shape) for each in values)
     return shaped if entropy else shaped[0]  # type: ignore[return-value]
@@ -134,16 +141,21 @@ def _logits(x: jax.Array, weight: jax.Array, labels: jax.Array, settings: LogPro
     return x, jnp.einsum("bcd,vd->bcv", x, weight, preferred_element_type=accumulation_dtype(x.dtype))
 
 
+def _wide(logits: jax.Array, settings: LogProbSettings) -> jax.Array:
+    """Return the logits over the temperature, in at least float32."""
+    return logits.astype(accumulation_dtype(logits.dtype)) / settings.temperature
+
+
 def _of_logits(logits: jax.Array, labels: jax.Array, settings: LogProbSettings) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Return ((log-probability, entropy), log-sum-exp) of each token, without entropy if it is not requested.
 
     Log-probability and entropy are 0 if the label is ignored, and NaN if it is outside the vocabulary.
     """
-    wide, kept = logits.astype(accumulation_dtype(logits.dtype)), labels != settings.ignored
+    wide, kept = _wide(logits, settings), labels != settings.ignored
     lse = jax.nn.logsumexp(wide, -1)
     wrong = (labels < 0) | (labels >= logits.shape[-1])
     index = jnp.where(wrong, 0, labels)[..., None]
-    chosen = jnp.take_along_axis(logits, index, -1)[..., 0].astype(wide.dtype)
+    chosen = _wide(jnp.take_along_axis(logits, index, -1)[..., 0], settings)
     shown = lambda each: jnp.where(kept, jnp.where(wrong, jnp.nan, each), 0)
     if not settings.entropy:
         return (shown(chosen - lse),), lse
@@ -165,10 +177,12 @@ def _dlogits(
     ``values``: log-probability and, if requested, entropy. ``dvalues``: their cotangents. ``lse``: the log-sum-exp.
     """
     tokens = jnp.arange(logits.shape[-1], dtype=labels.dtype).reshape(*[1] * labels.ndim, -1)
-    logp = logits.astype(lse.dtype) - lse[..., None]
+    logp = _wide(logits, settings) - lse[..., None]
     p = jnp.exp(logp)
     dlogits = dvalues[0][..., None] * ((labels[..., None] == tokens).astype(p.dtype) - p)
     if settings.entropy:
         dlogits = dlogits - jnp.where(p == 0, 0, p * (logp + values[1][..., None])) * dvalues[1][..., None]
     wrong = (labels < 0) | (labels >= logits.shape[-1])
-    return jnp.where((labels != settings.ignored)[..., None], jnp.where(wrong[..., None], jnp.nan, dlogits), 0)
+    return jnp.where(
+        (labels != settings.ignored)[..., None], jnp.where(wrong[..., None], jnp.nan, dlogits / settings.temperature), 0
+    )

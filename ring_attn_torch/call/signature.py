@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.kernels.backends import VENDORS, check_vendor
+from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.checks import rate_of
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 
+@named_keywords
 def ring_attention(
     q: Float[Tensor, "batch seq_local heads head_dim"],
     k: Float[Tensor, "batch kv_local kv_heads head_dim"],

@@ -46,6 +46,7 @@ class _FlashOptions(NamedTuple):
     softcap: float
     alibi_slopes: Tensor | None
     deterministic: bool
+    return_attn_probs: bool
 
     @property
     def sides(self) -> tuple[int | None, int | None]:
@@ -75,12 +76,18 @@ class _FlashOptions(NamedTuple):
         return left, right
 
     def score(self, heads: int, equal_lengths: bool, dropout_seed: Any) -> Arguments:
-        """Return scale, softcap, ALiBi, ``deterministic`` and dropout as arguments of ``ring_attention``.
+        """Return scale, softcap, ALiBi, ``deterministic``, dropout and ``return_lse`` as arguments of ``ring_attention``.
 
         ``equal_lengths``: True if there are as many keys as queries, in each document if there are several. Raise ValueError if
-        the slopes do not fit, if ``causal`` is neither True nor False, or if there is a dropout rate without a seed.
+        the slopes do not fit, if a flag is neither True nor False, or if there is a dropout rate without a seed.
         """
-        check_flags(causal=as_number(self.causal))
+        check_flags(causal=as_number(self.causal), return_attn_probs=as_number(self.return_attn_probs))
+        dropout = dropout_of(self.dropout_p, dropout_seed)
+        if dropout and self.return_attn_probs:
+            raise ValueError(
+                "return_attn_probs=True with dropout asks for S_dmask, tokens times tokens, which is never made: leave it out; "
+                "ring_attention(..., return_lse=True) returns the log-sum-exp"
+            )
         slopes = self.alibi_slopes
         if slopes is not None:
             if not isinstance(slopes, Tensor) or slopes.ndim != 1 or slopes.shape[0] != heads:
@@ -103,7 +110,8 @@ class _FlashOptions(NamedTuple):
             "softcap": None if isinstance(self.softcap, float | int) and self.softcap == 0 else self.softcap,
             "alibi_slopes": slopes,
             "deterministic": self.deterministic,
-            **dropout_of(self.dropout_p, dropout_seed),
+            "return_lse": bool(self.return_attn_probs),
+            **dropout,
         }
 
 
@@ -125,7 +133,7 @@ def flash_attn_func(
     length: int | None = None,
     kv_length: int | None = None,
     dropout_seed: int | Int[Tensor, ""] | None = None,
-) -> Float[Tensor, "batch seq_local heads v_dim"]:
+) -> Any:
     """Compute ``flash_attn.flash_attn_func`` over a ring, with gradients; also on a CPU and in float32 and float64.
 
     With ``offset = keys - queries``, counted over all ranks, query i sees key j if
@@ -135,26 +143,30 @@ def flash_attn_func(
     q, k, v: this rank's shards. ``softmax_scale``: None is ``head_dim ** -0.5``. ``softcap``: 0.0 leaves scores as they are.
     ``alibi_slopes``: float ``[heads]``, constants. ``dropout_p``: needs ``dropout_seed``, as in :func:`ring_attention`; it drops
     other probabilities than flash_attn. ``deterministic``: accepted, but gradients repeat to the bit without it too.
+    ``return_attn_probs``: return (out, softmax_lse, S_dmask): the log-sum-exp of the scores, float32 [batch, heads, seq_local]
+    ([heads, seq_local] of packed documents; float64 if q is), -inf if a query sees no key, and an empty
+    tensor.
 
     ``group``, ``layout`` (a name), ``length``, ``kv_length``: as in :func:`ring_attention`.
 
-    Raise ValueError, the same on every rank and before anything is sent, if ``return_attn_probs`` is True or ring_attention
+    Raise ValueError, the same on every rank and before anything is sent, if ``return_attn_probs`` meets dropout or ring_attention
     refuses an argument. ``alibi_slopes`` are refused if they are [batch, heads], if queries and keys differ in number, or if
     neither ``causal`` nor the window sets right to 0. If queries outnumber keys, a window is refused if
     flash_attn's kernels compute another right side than its documentation says.
     """
     ring = RingArguments(group, layout, length, kv_length)
-    options = _FlashOptions(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    options = _FlashOptions(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
 
     def prepare() -> tuple[Qkv, Arguments]:
-        _refuse_probabilities(return_attn_probs)
         check_dims({"q": q, "k": k, "v": v}, "batch", "tokens", "heads", "head_dim")
         shards = shards_of(q, k, ring)
         queries, keys = shards.lengths
         score = options.score(q.shape[2], queries == keys, dropout_seed)
         return (q, k, v), {**shards.arguments, **score, "mask": _band(options.window(queries, keys), keys - queries)}
 
-    return attend(prepare, ring)
+    return _as_theirs(attend(prepare, ring))
 
 
 def flash_attn_varlen_func(
@@ -180,7 +192,7 @@ def flash_attn_varlen_func(
     length: int | None = None,
     kv_length: int | None = None,
     dropout_seed: int | Int[Tensor, ""] | None = None,
-) -> Float[Tensor, "seq_local heads v_dim"]:
+) -> Any:
     """Compute ``flash_attn.flash_attn_varlen_func`` over a ring: documents packed into one row of tokens, with gradients.
 
     Document n has the queries ``cu_seqlens_q[n]`` to ``cu_seqlens_q[n + 1] - 1`` and the keys ``cu_seqlens_k[n]`` to
@@ -198,10 +210,11 @@ def flash_attn_varlen_func(
     documents; under torch.compile it is accepted, and the documented window is computed.
     """
     ring = RingArguments(group, layout, length, kv_length)
-    options = _FlashOptions(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    options = _FlashOptions(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
 
     def prepare() -> tuple[Qkv, Arguments]:
-        _refuse_probabilities(return_attn_probs)
         if block_table is not None:
             raise ValueError("block_table pages a cache, which ring attention does not read: use KVCache and decode_step")
         check_dims({"q": q, "k": k, "v": v}, "tokens", "heads", "head_dim")
@@ -221,15 +234,15 @@ def flash_attn_varlen_func(
         band = _band(window, 0) if same else full()  # a band tells the ring which hops it needs
         return (q[None], k[None], v[None]), {**shards.arguments, **score, "mask": band, "extents": extents}
 
-    return attend(prepare, ring)[0]
+    return _as_theirs(attend(prepare, ring), 0)
 
 
-def _refuse_probabilities(return_attn_probs: bool) -> None:
-    if return_attn_probs:
-        raise ValueError(
-            "return_attn_probs=True asks for the probabilities, tokens times tokens, which are never made: leave it out; "
-            "ring_attention(..., return_lse=True) returns their log-sum-exp"
-        )
+def _as_theirs(found: Any, row: Any = slice(None)) -> Any:
+    """Return out, or (out, softmax_lse, S_dmask) of a call with lse, as flash_attn does. ``row``: 0 for a packed row."""
+    if isinstance(found, Tensor):
+        return found[row]
+    out, lse = found
+    return out[row], lse.transpose(1, 2)[row], out.new_empty(0)
 
 
 def _band(sides: tuple[int | None, int | None], offset: int) -> Band:

@@ -102,6 +102,11 @@ class MultiheadBase(nn.MultiheadAttention):
                 "or pass need_weights=False"
             )
         dtype, sizes = self.out_proj.weight.dtype, (self.embed_dim, self.kdim, self.vdim)
+        dtypes = {name: x.dtype for name, x in self.named_parameters() if not name.startswith("bias_")}  # bias_k takes lse's
+        casts = torch.is_autocast_enabled(self.out_proj.weight.device.type) and torch.float64 not in dtypes.values()
+        if len({*dtypes.values()}) > 1 and not casts:
+            parts = ", ".join(f"{name} {x}" for name, x in dtypes.items())
+            raise ValueError(f"the weights must have one dtype, got {parts}: cast the module with .to(dtype)")
         for name, x, size in zip(("query", "key", "value"), (query, key, value), sizes, strict=True):
             if not isinstance(x, Tensor) or is_dtensor(x) or x.is_nested:
                 raise ValueError(f"{name} must be a dense torch.Tensor, this rank's shard, got {type(x).__name__}")

@@ -1,6 +1,6 @@
 """Each label's log-probability and each token's entropy, computed chunk by chunk from logits or from hidden states.
 
-    logp_i = logits_il - log sum_v exp(logits_iv)                        l: the label of token i
+    logp_i = logits_il - log sum_v exp(logits_iv)                        l: the label of token i; logits after temperature
     H_i    = - sum_v p_iv log p_iv                                       p_i = softmax(logits_i)
     dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)   [v = l]: 1 if v is the label, else 0
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn_core.model.chunks import check_dtypes, check_loss
+from ring_attn_core.model.chunks import check_dtypes, check_loss, check_temperature
 
 from .cross_entropy import Labels, _plus_product, _product, one_derivative, strange_labels
 from .loss import _check
@@ -30,12 +30,15 @@ def token_log_probs(
     chunk: int = 4096,
     entropy: bool = False,
     ignore_index: int = -100,
+    temperature: float = 1.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return each label's log-probability [b s] in at least float32, or with ``entropy=True`` (log-probability, entropy).
 
     ``logits`` [b s vocab]. ``labels`` int [b s]: each token's next token, as ``pack_rollouts`` and ``shard_batch`` return them.
     Log-probability and entropy are 0 if the label is ``ignore_index``. They are NaN if the label is outside the vocabulary.
     Such a label raises no error, because an error on one rank would leave the others waiting.
+
+    ``temperature``: the logits are divided by this number first, as for sampling.
 
     ``head`` [vocab, dim]: if passed, the first argument must be hidden states [b s dim] instead of logits. The logits
     ``hidden head^T`` then exist for at most ``chunk`` tokens at a time, and the backward recomputes them. Matrix products take
@@ -47,15 +50,16 @@ def token_log_probs(
     _check(ignore_index, {"logits": logits, "labels": labels} | ({} if head is None else {"head": head}))
     check_dtypes(str(logits.dtype).removeprefix("torch."), str(labels.dtype).removeprefix("torch."))
     check_loss(tuple(logits.shape), tuple(labels.shape), None if head is None else tuple(head.shape), chunk, "sum")
+    check_temperature(temperature)
     tokens = Labels(labels.flatten().long(), ignore_index, chunk)
     x, device = logits.flatten(0, -2), logits.device.type
     if head is not None and torch.is_autocast_enabled(device) and x.dtype == torch.float32:
         x = x.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
         if torch.is_grad_enabled() and (x.requires_grad or (head is not None and head.requires_grad)):
-            values: Any = _Values.apply(x, head, *tokens[:3], entropy)
+            values: Any = _Values.apply(x, head, tokens.labels, (ignore_index, chunk, temperature), entropy)
         else:
-            values = _values(x, head, tokens, entropy)[:2]
+            values = _values(x, head, tokens, entropy, temperature)[:2]
     shaped = tuple(each.view(labels.shape) for each in values if each is not None)
     return shaped if entropy else shaped[0]  # type: ignore[return-value]
 
@@ -69,37 +73,40 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, head: Tensor | None, labels: Tensor, ignored: int, chunk: int, entropy: bool
+        ctx: Any, x: Tensor, head: Tensor | None, labels: Tensor, settings: tuple[int, int, float], entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        logp, h, lse = _values(x, head, Labels(labels, ignored, chunk), entropy)
+        logp, h, lse = _values(x, head, Labels(labels, *settings[:2]), entropy, settings[2])
         ctx.save_for_backward(x, head, labels, lse, h)
-        ctx.settings = ignored, chunk
+        ctx.settings, ctx.temperature = settings[:2], settings[2]
         return logp, h
 
     @staticmethod
     @one_derivative
-    def backward(ctx: Any, dlogp: Tensor, dh: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, dlogp: Tensor, dh: Tensor | None) -> tuple[Tensor | None, ...]:
         x, head, labels, lse, h = ctx.saved_tensors
         of, weight = Labels(labels, *ctx.settings), None if head is None else head.to(x.dtype)
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         dhead = None if head is None or not ctx.needs_input_grad[1] else torch.zeros_like(head, dtype=lse.dtype)
         with torch.autocast(x.device.type, enabled=False):  # a backward inside autocast would compute other logits
             for rows in of.slices:
-                kept, logits = _logits(x[rows], weight, labels[rows], of.ignored, lse.dtype)
+                kept, logits = _logits(x[rows], weight, labels[rows], of.ignored, lse.dtype, ctx.temperature)
                 logp = logits.sub_(lse[rows, None])
                 p = logp.exp()
                 factor = dlogp[rows, None]
                 if h is not None and dh is not None:
                     factor = logp.add_(h[rows, None]).mul_(dh[rows, None]).add_(factor).masked_fill_(p == 0, 0)
-                narrow = _plus_at_labels(p.mul_(factor).neg_(), dlogp[rows], labels[rows], of.ignored).to(x.dtype)
+                dlogits = _plus_at_labels(p.mul_(factor).neg_(), dlogp[rows], labels[rows], of.ignored)
+                narrow = dlogits.div_(ctx.temperature).to(x.dtype)
                 if dx is not None:
                     dx[rows] = narrow if weight is None else narrow @ weight
                 if dhead is not None:
                     dhead = _plus_product(dhead, narrow.t(), kept)
-        return dx, None if head is None or dhead is None else dhead.to(head.dtype), None, None, None, None
+        return dx, None if head is None or dhead is None else dhead.to(head.dtype), *[None] * 3
 
 
-def _values(x: Tensor, head: Tensor | None, of: Labels, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+def _values(
+    x: Tensor, head: Tensor | None, of: Labels, entropy: bool, temperature: float
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return (log-probability, entropy or None, log-sum-exp) of each token [n], in at least float32.
 
     ``x``: hidden states [n dim] if ``head`` is passed, else logits [n vocab].
@@ -109,7 +116,7 @@ def _values(x: Tensor, head: Tensor | None, of: Labels, entropy: bool) -> tuple[
     h = torch.empty_like(lse) if entropy else None
     for rows in of.slices:
         labels = of.labels[rows]
-        _, logits = _logits(x[rows], weight, labels, of.ignored, dtype)
+        _, logits = _logits(x[rows], weight, labels, of.ignored, dtype, temperature)
         ignored, wrong = labels == of.ignored, strange_labels(labels, of.ignored, logits.shape[-1])
         lse[rows] = logits.logsumexp(-1)
         chosen = logits.gather(1, labels[:, None].masked_fill((ignored | wrong)[:, None], 0))[:, 0]
@@ -122,14 +129,16 @@ def _values(x: Tensor, head: Tensor | None, of: Labels, entropy: bool) -> tuple[
     return logp, h, lse
 
 
-def _logits(x: Tensor, weight: Tensor | None, labels: Tensor, ignored: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return (copy of ``x`` with 0 in the rows of ignored labels, the logits [n vocab] of that copy in ``dtype``).
+def _logits(
+    x: Tensor, weight: Tensor | None, labels: Tensor, ignored: int, dtype: torch.dtype, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return (copy of ``x`` with 0 in the rows of ignored labels, its logits [n vocab] over ``temperature`` in ``dtype``).
 
     ``x``: hidden states [n dim] if ``weight`` [vocab dim] is passed, else logits [n vocab]. In ``x`` the rows of ignored labels
     may be NaN.
     """
     x = x.masked_fill((labels == ignored)[:, None], 0)
-    return x, x.to(dtype) if weight is None else _product(x, weight.t(), dtype)
+    return x, (x.to(dtype) if weight is None else _product(x, weight.t(), dtype)).div_(temperature)
 
 
 def _plus_at_labels(dlogits: Tensor, dlogp: Tensor, labels: Tensor, ignored: int) -> Tensor:

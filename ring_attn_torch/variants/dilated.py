@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.kernels.backends import VENDORS
+from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal, with_numbers
 from ring_attn_core.problem.checks import OptionalArray
 from ring_attn_core.problem.options import Options
@@ -33,6 +34,7 @@ COMPILES = torch.__version__ >= "2.15"
 """True if torch.compile compiles ``dilated_attention`` correctly. 2.11 loses in-place additions of ``folded_batches.put``."""
 
 
+@named_keywords
 def dilated_attention(
     q: Float[Tensor, "batch seq_local heads head_dim"],
     k: Float[Tensor, "batch seq_local kv_heads head_dim"],

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import full
 from ring_attn_core.problem.checks import OptionalArray
 from ring_attn_core.variants.summary import SummaryOptions, SummaryPlan, checked
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
 
+@named_keywords
 def summary_attention(
     q: Float[Tensor, "batch seq_local heads head_dim"],
     k: Float[Tensor, "batch seq_local kv_heads head_dim"],

@@ -1,7 +1,8 @@
-"""A dropout seed without a rate is refused, for nothing would use it; a rate of 0 and a layer without dropout take any seed."""
+"""Arguments that are refused: a dropout seed without a rate, which nothing would use, and keywords of other libraries."""
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import ring_attn_jax  # noqa: E402
 import ring_attn_torch  # noqa: E402
+from ring_attn_core.keywords import ELSEWHERE  # noqa: E402
 
 from .jax.ring import mesh_of  # noqa: E402
 from .support.models import TRANSFORMER  # noqa: E402
@@ -77,3 +79,17 @@ def test_a_model_without_dropout_takes_the_seed_of_one_with_it():
     assert torch.equal(model(torch.from_numpy(ids), dropout_seed=1), model(torch.from_numpy(ids)))
     ours = ring_attn_jax.RingTransformer(**TRANSFORMER, mesh=mesh_of(1), rngs=nnx.Rngs(0))
     np.testing.assert_array_equal(ours(jnp.asarray(ids), dropout_seed=1), ours(jnp.asarray(ids)))
+
+
+@pytest.mark.parametrize("call", ["ring_attention", "attend_block", "dilated_attention", "summary_attention"])
+def test_a_keyword_of_another_library_is_answered_alike_in_both_packages(call: str):
+    for keyword in {*ELSEWHERE} - {*inspect.signature(getattr(ring_attn_torch, call)).parameters}:
+        answers = []
+        for package in (ring_attn_jax, ring_attn_torch):
+            with pytest.raises(
+                TypeError, match=rf"{call}\(\) has no argument '{keyword}'.*help\(\) lists its arguments"
+            ) as error:
+                getattr(package, call)(**{keyword: 1})
+            answers.append(str(error.value))
+        assert answers[0] == answers[1] or "group" in answers[1]  # JAX has axis_name
+        assert call != "ring_attention" or f": pass {ELSEWHERE[keyword]}." in answers[1]
