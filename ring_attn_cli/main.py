@@ -234,10 +234,8 @@ def train(
         run(read(config, out=out, steps=steps, ranks=ranks), framework, program)
 
 
-app.command()(doctor)
-app.command()(compare)
-app.command("compile")(compile_kernels)
-app.command()(generate)
+for name, command in (("doctor", doctor), ("compare", compare), ("compile", compile_kernels), ("generate", generate)):
+    app.command(name)(command)
 
 
 def console(plain: bool = False) -> Console:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ring_attn_cli.compile import Attention, attention_of, kernels_of, problems, with_features
+from ring_attn_cli.compile import ModelAttention, attention_of, kernels_of, problems, with_features
 from ring_attn_cli.main import app
 from ring_attn_core.kernels import backends, steps
 from ring_attn_core.kernels.call import call_of
@@ -34,7 +34,7 @@ def tried(monkeypatch):
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_what_it_compiles_serves_calls_of_any_length_batch_and_heads(layout, ranks):
-    compiled = {launch.specialization(90) for launch in kernels_of(problems(Attention(), "sm_90", ranks, layout, "ring"))}
+    compiled = {launch.specialization(90) for launch in kernels_of(problems(ModelAttention(), "sm_90", ranks, layout, "ring"))}
     for batch, local, heads, short in ((1, 130, 4, 0), (3, 4096, 64, 1), (2, 20_000, 32, 0), (1, 3000, 12, 1)):
         q, k = (batch, local, heads, 128), (batch, local, heads // 4, 128)
         options = Options(layout=layout, length=ranks * local - short * (ranks > 1), strategy="ring")
@@ -49,11 +49,11 @@ def test_a_model_is_read_from_its_config(tmp_path: Path):
     for config in (GPT_OSS, GEMMA | {"model_type": "gemma2"}):
         (tmp_path / "config.json").write_text(json.dumps(config))
         found.append(attention_of(str(tmp_path / "config.json")))
-    assert found[0] == Attention(64, 8, 64, 64, arrays=frozenset({"sinks"}))
-    assert found[1] == Attention(4, 4, 16, 16, softcap=50.0)
-    assert attention_of("qwen3-8b") == Attention()
+    assert found[0] == ModelAttention(64, 8, 64, 64, arrays=frozenset({"sinks"}))
+    assert found[1] == ModelAttention(4, 4, 16, 16, softcap=50.0)
+    assert attention_of("qwen3-8b") == ModelAttention()
     (tmp_path / "run.toml").write_text('[model]\ndim = 64\nheads = 4\nkv_heads = 2\nsinks = true\nparam_dtype = "bfloat16"\n')
-    assert attention_of(str(tmp_path / "run.toml")) == Attention(4, 2, 16, 16, arrays=frozenset({"sinks"}))
+    assert attention_of(str(tmp_path / "run.toml")) == ModelAttention(4, 2, 16, 16, arrays=frozenset({"sinks"}))
 
 
 @pytest.mark.parametrize(
@@ -90,5 +90,5 @@ def test_the_kernels_are_in_the_cache_afterwards(monkeypatch, tmp_path):
     assert report["kernels"] == 4 and report["cached"] == 0 and report["bytes"] > 10_000
     monkeypatch.setattr("ring_attn_core.kernels.compile._made", {})
     assert run(*arguments[:4], "--check").exit_code == 0
-    attention = with_features(Attention(head_dim=64, v_dim=64), "")
+    attention = with_features(ModelAttention(head_dim=64, v_dim=64), "")
     assert all(is_cached(launch, 80) for launch in kernels_of(problems(attention, "sm_80", 1, "zigzag", "auto")))

@@ -48,6 +48,7 @@ PUBLIC = {
     "compare",
     "generate",
     "doctor",
+    "compile_kernels",
 }
 """What users call with keywords; each hands records on."""
 

@@ -26,7 +26,7 @@ ARRAYS = "extents", "key_extents", "key_mask", "sinks", "alibi_slopes", "dropout
 
 
 @dataclass(frozen=True)
-class Attention:
+class ModelAttention:
     """The attention layers of a model: dtype, heads, head sizes and features. ``softcap``: any number stands for all."""
 
     heads: int = 32
@@ -40,7 +40,7 @@ class Attention:
 
 
 class Report(NamedTuple):
-    """What was compiled: the number of kernels, those that the cache had, bytes of all binaries, seconds, the cache's folder."""
+    """The number of compiled kernels, those that the cache had, the bytes of all binaries, the seconds and the cache's folder."""
 
     kernels: int
     cached: int
@@ -56,10 +56,10 @@ class Report(NamedTuple):
         )
 
 
-def attention_of(model: str) -> Attention:
+def attention_of(model: str) -> ModelAttention:
     """Return the attention of ``model``: a published name, a config.json of this library or of Hugging Face, a train TOML.
 
-    Of a Hugging Face config only the heads, softcap and sinks are read. Raise ValueError if the file is none of these.
+    Only heads, softcap and sinks are read from a Hugging Face config. Raise ValueError if the file is none of these.
     """
     from ..plan.memory import config_of
 
@@ -73,11 +73,11 @@ def attention_of(model: str) -> Attention:
         size = theirs.get("head_dim") or theirs["hidden_size"] // heads
         sinks = frozenset({"sinks"} if theirs["model_type"] == "gpt_oss" else ())
         kv_heads, cap = theirs.get("num_key_value_heads") or heads, theirs.get("attn_logit_softcapping")
-        return Attention(heads, kv_heads, size, size, softcap=cap, arrays=sinks)
+        return ModelAttention(heads, kv_heads, size, size, softcap=cap, arrays=sinks)
     else:
         config = config_of(model)
     arrays = {"sinks": config.sinks, "alibi_slopes": config.alibi, "dropout": config.dropout_rate > 0}
-    return Attention(
+    return ModelAttention(
         config.heads,
         config.kv_heads,
         config.head_dim,
@@ -89,7 +89,7 @@ def attention_of(model: str) -> Attention:
     )
 
 
-def problems(attention: Attention, gpu: str, ranks: int, layout: str, strategy: str) -> Iterator[Problem]:
+def problems(attention: ModelAttention, gpu: str, ranks: int, layout: str, strategy: str) -> Iterator[Problem]:
     """Yield the problems whose kernels serve every length and batch: on a ring, one with padding and one without.
 
     Raise ValueError if ``gpu`` is not an architecture such as "sm_90", or if the attention does not fit the other arguments.
@@ -168,7 +168,7 @@ def compile_all(launches: list[Launch], capability: int, advance: Any = lambda: 
     return Report(len(launches), cached, size, time.perf_counter() - began, cache_folder())
 
 
-def with_features(attention: Attention, features: str) -> Attention:
+def with_features(attention: ModelAttention, features: str) -> ModelAttention:
     """Return the attention with the features of a text such as ``extents,softcap``. Raise ValueError if one is unknown."""
     names = {name for name in features.split(",") if name}
     if unknown := names - {*ARRAYS, "softcap"}:

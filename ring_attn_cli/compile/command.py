@@ -43,9 +43,9 @@ def compile_kernels(
 
         from ring_attn_core.kernels.compile import is_cached
 
-        from . import Attention, attention_of, compile_all, kernels_of, problems, with_features
+        from . import ModelAttention, attention_of, compile_all, kernels_of, problems, with_features
 
-        attention = Attention() if model is None else attention_of(model)
+        attention = ModelAttention() if model is None else attention_of(model)
         if heads is not None:
             q_heads, _, k_heads = heads.partition("/")
             if not q_heads.isdecimal() or not (k_heads or q_heads).isdecimal():

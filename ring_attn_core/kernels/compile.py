@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import errno
-import os
 import re
 import sys
 import tempfile
@@ -47,7 +46,7 @@ _one_at_a_time = threading.RLock()
 _made: dict[Specialization, Any] = {}
 """The compiled kernels of this process, or Triton's errors."""
 _begun: set[Specialization] = set()
-"""The kernels that ``start`` has handed to other processes."""
+"""The kernels that workers of this process compile, or have compiled."""
 _left: list[str] = []
 """A list with Triton's own cache folder, if this process uses a temporary folder in its place; else empty."""
 
@@ -92,8 +91,9 @@ def start(launches: Iterable[Launch], capability: int) -> list[Popen[bytes]]:
         missing = [of for of in wanted if of not in _made and _from_cache(of) is None]
         if len(missing) < 2:
             return []
-        _begun.update(missing)
-        return workers.start(missing, cache_folder())
+        started = workers.start(missing, cache_folder())
+        _begun.update(started)
+        return list({*started.values()})
 
 
 def compiled(launch: Launch, capability: int) -> Any:
@@ -110,7 +110,8 @@ def compiled(launch: Launch, capability: int) -> Any:
             made = _made.get(of)
             if made is None:
                 _find_cache()
-                with _slow_notice(), workers.alone(of, cache_folder()):
+                begun = len(_begun - _made.keys())
+                with _slow_notice(begun), workers.alone(of, cache_folder()), _slow_notice(not begun):
                     made = _made[of] = compile_here(of)
     if isinstance(made, Exception):
         raise made
@@ -118,19 +119,20 @@ def compiled(launch: Launch, capability: int) -> Any:
 
 
 @contextmanager
-def _slow_notice() -> Iterator[None]:
-    """Print a line if the with block takes longer than ``PATIENCE``, and erase it at the end; only on rank 0's terminal."""
+def _slow_notice(count: int) -> Iterator[None]:
+    """Print a line on a terminal if the with block takes longer than ``PATIENCE``, and erase it at the end.
+
+    ``count``: the kernels that this process compiles or has compiled by workers; at 0 it only waits, and prints nothing.
+    """
     shown = threading.Event()
 
     def notify() -> None:
         shown.set()
-        count = len(_begun - _made.keys()) or 1
-        print(
-            f"Triton compiles {count} kernel{'s' * (count > 1)}, once for this machine ...", end="", file=sys.stderr, flush=True
-        )
+        said = f"Triton compiles {count} kernel{'s' * (count > 1)}, once for this machine ..."
+        print(said, end="", file=sys.stderr, flush=True)
 
     timer = threading.Timer(PATIENCE, notify)
-    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+    if count and sys.stderr.isatty():
         timer.start()
     try:
         yield

@@ -26,10 +26,10 @@ INTERVAL = 0.02
 """Seconds between two looks at a lock."""
 
 
-def start(missing: Sequence[Specialization], cache: str) -> list[subprocess.Popen[bytes]]:
-    """Start workers that compile kernels into Triton's ``cache``, and return them, at most one for each processor.
+def start(missing: Sequence[Specialization], cache: str) -> dict[Specialization, subprocess.Popen[bytes]]:
+    """Start workers that compile kernels into Triton's ``cache``, at most one for each processor.
 
-    Leave out the kernels that other processes compile.
+    Return each kernel's worker, without the kernels that other processes compile.
     """
     # The longest to compile first: those of Hopper.
     ordered = sorted(missing, key=lambda of: "hopper" not in of.kernel)
@@ -39,28 +39,28 @@ def start(missing: Sequence[Specialization], cache: str) -> list[subprocess.Pope
             lock = _lock(of, cache)
             if lock is not None:
                 jobs.append((of, lock))
-    started = []
+    started = {}
     with suppress(OSError):  # no memory or no process is left: ``compiled`` compiles in its own process
         for first in range(count := min(len(jobs), os.cpu_count() or 1)):
-            started.append(_start_worker(jobs[first::count], cache))
+            worker = _start_worker(jobs[first::count], cache)
+            started |= {of: worker for of, _ in jobs[first::count]}
     for _, lock in jobs:
         os.close(lock)  # the workers hold their own copies
     return started
 
 
 def _start_worker(jobs: Sequence[tuple[Specialization, int]], cache: str) -> subprocess.Popen[bytes]:
-    paths = os.pathsep.join(path for path in sys.path if path)
+    program = f"import sys; sys.path[:] = {sys.path!r}; from {__package__}.compile_worker import main; main()"
     worker = subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__],
+        [sys.executable, "-P", "-c", program],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,  # its errors come again where the kernel is needed
-        env=os.environ | {"PYTHONPATH": paths, "TRITON_CACHE_DIR": cache},
         pass_fds=[lock for _, lock in jobs],
     )
     assert worker.stdin is not None
     with worker.stdin:
-        worker.stdin.write(pickle.dumps(jobs))
+        worker.stdin.write(pickle.dumps((jobs, cache)))
     threading.Thread(target=worker.wait, daemon=True).start()  # else it would stay a zombie
     return worker
 
@@ -78,7 +78,7 @@ def alone(of: Specialization, cache: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _unlock(lock)
+        unlock(lock)
 
 
 def _lock(of: Specialization, cache: str) -> int | None:
@@ -103,25 +103,10 @@ def _lock(of: Specialization, cache: str) -> int | None:
     return file
 
 
-def _unlock(lock: int | None) -> None:
+def unlock(lock: int | None) -> None:
+    """Free a lock and close its file."""
     if lock is not None:
         import fcntl
 
         fcntl.flock(lock, fcntl.LOCK_UN)  # frees it for copies of the descriptor too, which a fork may have made
         os.close(lock)
-
-
-def main() -> None:
-    """Compile the kernels that stdin names, one after the other, and free the lock of each."""
-    from .compile import compile_here
-
-    jobs = pickle.load(sys.stdin.buffer)
-    for _, lock in jobs:
-        os.set_inheritable(lock, False)  # Triton's assembler would keep the lock of a killed worker
-    for of, lock in jobs:
-        compile_here(of)
-        _unlock(lock)
-
-
-if __name__ == "__main__":
-    main()
