@@ -23,6 +23,7 @@ ONLY_IN_JAX = {
     "functional/dot_product.py": "the signature of jax.nn",
     "TracedLayout": "in PyTorch other documents compile nothing",
     "call/traced.py": "where TracedLayout lives",
+    "training/checkpoint_values.py": "what nnx variables hold; in PyTorch a checkpoint holds tensors, and optimizer states",
     "dilated_attention_fn": "likewise; in PyTorch it is DilatedAttention",
     "layers/dilated_adapter.py": "where dilated_attention_fn lives",
 }

@@ -74,7 +74,7 @@ def named(entries: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in entries:
         if name in found:
-            raise ValueError(f"two entries are called {name!r}: rename one, so that a message can tell them apart")
+            raise ValueError(f"two entries are called {name!r}: rename one")
         found[name] = value
     return found
 

@@ -13,7 +13,6 @@ from shutil import rmtree
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from ring_attn_core.model.checkpoint_folder import RUN, CheckpointFolder, seen
@@ -21,8 +20,9 @@ from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.progress import ResumePoint, check_arrays, check_keep, described, progress_of
 
 from ..layers.transformer import RingTransformer
-from .checkpoint_files import EARLIER, CheckpointFiles, kinds_of, run_of
-from .ranks import agreed, by_process, check_exists, check_kinds
+from .checkpoint_files import EARLIER, CheckpointFiles, run_of
+from .checkpoint_values import kind_of, kinds_for, place, set_values, split, values_of
+from .ranks import agreed, by_process, check_kinds
 
 
 class Checkpoints:
@@ -65,15 +65,15 @@ class Checkpoints:
         """Copy the training state after ``step`` steps to host memory, and write it to the disk in the background.
 
         ``data``: the return value of ``SequenceShardedDataset.state()``. ``more``: a dict of other JSON values, such as seeds.
-        Only the first process's ``data`` and ``more`` are saved. All nnx variables of ``model`` and ``optimizer`` are saved,
-        ``nnx.Rngs`` included. The call first waits for the previous save. No array is read after the call returns, so the next
-        training step may donate the arrays to jit.
+        Only the first process's ``data`` and ``more`` are saved. All nnx variables of ``model`` and ``optimizer`` but
+        ``nnx.Intermediate`` are saved: arrays, ``nnx.Rngs``, numbers and texts. The call first waits for the previous save. No
+        array is read after the call returns, so the next training step may donate the arrays to jit.
 
         Raise ValueError if ``step`` is not after the step of the newest checkpoint, ``data`` is neither a str nor None, ``more``
-        is not a dict of JSON values, an array was deleted, or ``close`` was called. Raise it too if another run saves in the
-        folder, if a process does not see the folder that process 0 has made, or if names, shapes or dtypes of arrays differ
-        between processes. Values are not compared (see ``check_ranks``). The error is the same in each process. Raise OSError in
-        each process if the previous save has failed, or if any process cannot start to write.
+        is not a dict of JSON values, an array was deleted, two names join alike, or ``close`` was called. Raise it too if another
+        run saves in the folder, if a process does not see the folder that process 0 has made, or if names, shapes or dtypes of
+        arrays differ between processes. Values are not compared (see ``check_ranks``). The error is the same in each process.
+        Raise OSError in each process if the previous save has failed, or if any process cannot start to write.
         """
         self.wait()
         arrays: dict[str, jax.Array] = {}
@@ -83,11 +83,9 @@ class Checkpoints:
             if self._is_closed:
                 raise ValueError(f"these Checkpoints of {self.folder} are closed: make new ones to save")
             run.update(described(ResumePoint(step, data, more or {}), _config(model)), optimizer=optimizer is not None)
-            values = {name: variable.get_value() for name, (_, variable) in _variables(model, optimizer).items()}
-            for name, x in values.items():
-                check_exists(name, x)
-            arrays.update({name: _plain(x) for name, x in values.items()})
-            run.update(optimizer_class=_class_of(optimizer))
+            found, others = split(values_of(model, optimizer))
+            arrays.update(found)
+            run.update(others, optimizer_class=_class_of(optimizer))
 
         agreed(prepare, step=step, optimizer=_class_of(optimizer))
         check_kinds(arrays)
@@ -144,33 +142,37 @@ class Checkpoints:
         if newest < 0:
             return None
         where = self._folder.where(newest)
-        mine: dict[str, tuple[tuple[Any, ...], nnx.Variable]] = {}
-        arrays: dict[str, jax.Array] = {}
+        loaded: dict[str, Any] = {}
+        arrays: dict[str, Any] = {}
 
         def checked() -> ResumePoint:
             file, run = run_of(where)
             progress = progress_of(file, run, _config(model))
             if optimizer is not None and run.get("optimizer") is not True:
                 raise ValueError(f"{where} was saved without an optimizer: resume without one")
-            mine.update(_variables(model, optimizer))
+            mine = values_of(model, optimizer)
             kind = run.get("optimizer_class")
             if optimizer is not None and kind not in (None, _class_of(optimizer)):  # None in an earlier version
                 raise ValueError(
                     f"the optimizer of {where} has states of {kind}, and this one of {_class_of(optimizer)}: make it as it was"
                 )
-            arrays.update({name: _plain(variable.get_value()) for name, (_, variable) in mine.items()})
             try:
                 held = self._files.kinds(where, run)
+                held |= {name: (dtype, tuple(shape)) for name, (dtype, shape) in run.get("empty", {}).items()}
+                held |= {name: kind_of(x) for name, x in run.get("values", {}).items()}
             except ValueError:
                 raise
             except Exception as error:
                 raise _damaged(where, error) from error
             compared = held if optimizer is not None else {name: x for name, x in held.items() if name.startswith("model.")}
-            check_arrays(where, kinds_of(arrays), compared)
+            kinds = kinds_for(mine, compared, model, optimizer)
+            check_arrays(where, kinds, compared)
+            places = {name: place(x, kinds[name]) for name, x in mine.items() if name not in run.get("values", {})}
+            arrays.update({name: x for name, x in places.items() if name not in run.get("empty", {})})
+            loaded.update(run.get("values", {}) | {name: x for name, x in places.items() if name not in arrays})
             return progress
 
         result: list[ResumePoint] = []
-        loaded: dict[str, jax.Array] = {}
 
         def read() -> None:
             try:
@@ -180,11 +182,7 @@ class Checkpoints:
 
         agreed(lambda: result.append(checked()))
         agreed(read)
-        for which, module in (("model", model), ("optimizer", optimizer)):
-            names = [name for name in mine if name.startswith(f"{which}.")]
-            if names:
-                flat = ((path, variable, loaded[name]) for name, (path, variable) in mine.items() if name in names)
-                nnx.update(module, nnx.from_flat_state([(path, v.replace(_like(v.get_value(), x))) for path, v, x in flat]))
+        set_values(model, optimizer, loaded)
         return result[0]
 
     def wait(self) -> None:
@@ -216,27 +214,6 @@ class Checkpoints:
         return self._folder.steps()
 
 
-def _variables(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, tuple[tuple[Any, ...], nnx.Variable]]:
-    """Map the name of each array, such as ``model.blocks.0.mlp.up.kernel``, to (its path in flax, its nnx variable).
-
-    Variables without an array are left out. An optax transformation keeps such placeholders for parameters that another
-    transformation updates. Raise ValueError if ``model``, or an ``optimizer`` other than None, is not an nnx module.
-    """
-
-    def each() -> Iterator[tuple[str, tuple[tuple[Any, ...], nnx.Variable]]]:
-        for which, module in (("model", model), ("optimizer", optimizer)):
-            if not isinstance(module, nnx.Pytree) and (which == "model" or module is not None):
-                raise ValueError(
-                    f"{which} must be an nnx module, got {type(module).__name__}: "
-                    "optax's transformations become one as nnx.Optimizer(model, transformation, wrt=nnx.Param)"
-                )
-            for path, variable in nnx.to_flat_state(nnx.state(module)) if module is not None else ():
-                if jax.tree.leaves(variable.get_value()):
-                    yield ".".join(map(str, (which, *path))), (path, variable)
-
-    return dict(each())
-
-
 def _class_of(optimizer: nnx.Optimizer | None) -> str | None:
     """Return the class names of the optimizer's optax states, such as "ScaleByAdamState, EmptyState"; None without an optimizer.
 
@@ -250,17 +227,6 @@ def _class_of(optimizer: nnx.Optimizer | None) -> str | None:
             yield from each(inner)
 
     return None if optimizer is None else ", ".join(each(getattr(optimizer, "opt_state", None)))
-
-
-def _plain(x: jax.Array) -> jax.Array:
-    """Return ``x``, or the integer data of its keys if ``x`` holds keys of jax.random."""
-    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-
-def _like(x: jax.Array, plain: jax.Array) -> jax.Array:
-    """Invert ``_plain``: return the array ``plain``, or the jax.random keys made from it if ``x`` holds keys."""
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.random.wrap_key_data(plain, impl=jax.random.key_impl(x)) if is_key else plain
 
 
 def _config(model: nnx.Module) -> TransformerConfig | None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ring_attn_core.model.replica_check import named
 from ring_attn_core.model.weight_names import check_state
 
 from ..attend.tiles import accumulation_dtype
@@ -46,9 +47,12 @@ def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
 
 
 def _parameters(module: nnx.Module) -> dict[str, tuple[tuple[Any, ...], Any]]:
-    """Return {name: (flax path, variable)} of all parameters, by PyTorch name, such as ``blocks.0.attention.q.weight``."""
+    """Return {name: (flax path, variable)} of all parameters, by PyTorch name, such as ``blocks.0.attention.q.weight``.
+
+    Raise ValueError if two parameters have the same name.
+    """
     flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
-    return {".".join(map(str, (*path[:-1], _NAMES.get(str(path[-1]), path[-1])))): (path, p) for path, p in flat}
+    return named((".".join(map(str, (*path[:-1], _NAMES.get(str(path[-1]), path[-1])))), (path, p)) for path, p in flat)
 
 
 def _turned(path: tuple[Any, ...], x: Any) -> Any:

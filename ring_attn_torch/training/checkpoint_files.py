@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from ring_attn_core.model.checkpoint_folder import check_files, digests
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.progress import Kinds
+from ring_attn_core.model.replica_check import named
 from ring_attn_core.model.weight_files import opened
 
 from ..layers.transformer import RingTransformer
 from ..ring.groups import Group
 from .optimizer_states import check_tensors
+from .weights import inside
 
 SHARDS = "DCP_SHARDING_INFO"
 """The key in a safetensors header for the offsets of the tensor shards in the file."""
@@ -31,6 +33,7 @@ def tensors_of(model: nn.Module, rank: int) -> dict[str, Any]:
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+    named((inside(model, name), x) for name, x in (*model.named_parameters(), *model.named_buffers()))  # no name twice
     found: dict[str, Any] = {f"model.{name}": x for name, x in get_model_state_dict(model).items()}
     check_tensors(found)
     found[f"rng.{rank}.cpu"] = torch.get_rng_state()

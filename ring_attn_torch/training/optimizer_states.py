@@ -79,8 +79,13 @@ def held_states(held: Iterable[str]) -> dict[str, set[str]]:
 
 
 def check_tensors(values: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming up to eight values, if any value is not a tensor."""
+    """Raise ValueError, naming up to eight values, if any is not a tensor, or one that a checkpoint's files cannot hold."""
     strange = [f"{name} is {in_words(x)}" for name, x in values.items() if not isinstance(x, Tensor)]
+    unfit = lambda x: x.is_meta or x.layout != torch.strided or x.is_quantized or x.dtype == torch.complex128
+    tensors = {name: x for name, x in values.items() if isinstance(x, Tensor) and unfit(x)}
+    if not strange and tensors:
+        listed = [f"{name} is {x.dtype}, {x.layout}, on {x.device}" for name, x in tensors.items()]
+        raise ValueError(f"{', '.join(listed[:8])}: a checkpoint holds dense tensors with values, of any dtype but complex128")
     if strange:
         raise ValueError(
             f"{', '.join(strange[:8])}, and only tensors are saved: take another optimizer or module (torch's SparseAdam and "

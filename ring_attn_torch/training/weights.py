@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ring_attn_core.model.replica_check import named
 from ring_attn_core.model.weight_names import check_state
 
 from ..ring.groups import is_dtensor
@@ -51,11 +52,14 @@ def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a module by name, without the prefixes that wrappers such as DDP add."""
-    return {_inside(module, name): p for name, p in module.named_parameters()}
+    """Return the parameters of a module by name, without the prefixes that wrappers such as DDP add.
+
+    Raise ValueError if two parameters have the same name.
+    """
+    return named((inside(module, name), p) for name, p in module.named_parameters())
 
 
-def _inside(module: nn.Module, name: str) -> str:
+def inside(module: nn.Module, name: str) -> str:
     parents, parent = [], module
     for part in name.split("."):
         wraps = part == "module" and isinstance(parent, DistributedDataParallel | DataParallel)

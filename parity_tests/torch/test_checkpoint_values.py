@@ -1,0 +1,87 @@
+"""What a checkpoint in PyTorch takes: tensors of any kind that its files can hold, each under a name of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+
+from torch import nn  # noqa: E402
+
+from ring_attn_torch import Checkpoints, to_numpy  # noqa: E402
+
+
+def alike(inner: str) -> nn.Module:
+    """Two linear maps whose parameters are called ``a.b.weight`` and ``a.b.bias``."""
+    model = nn.Module()
+    model.a = nn.Module()
+    model.a.b = nn.Linear(2, 2)
+    if inner == "a.b":
+        model._modules["a.b"] = nn.Linear(2, 2)
+    else:
+        model.a._modules[inner] = nn.Module()
+        model.a._modules[inner].b = nn.Linear(2, 2)
+    return model
+
+
+@pytest.mark.parametrize("inner", ["a.b", "_orig_mod"])
+def test_two_names_that_join_alike_are_refused(inner: str, tmp_path):
+    model = alike(inner)
+    for call in (lambda: Checkpoints(tmp_path / "run").save(1, model), lambda: to_numpy(model)):
+        with pytest.raises(ValueError, match=r"two entries are called 'a\.b\.weight': rename one"):
+            call()
+    assert not (tmp_path / "run").exists()
+
+
+def test_buffers_that_join_alike_are_refused(tmp_path):
+    model = nn.Linear(2, 2)
+    model._modules["_orig_mod"] = nn.Module()
+    model._modules["_orig_mod"].register_buffer("weight", torch.zeros(2))
+    with pytest.raises(ValueError, match="two entries are called 'weight'"):
+        Checkpoints(tmp_path / "run").save(1, model)
+
+
+REFUSED = {
+    "complex128": (lambda: torch.ones(2, dtype=torch.complex128), r"model\.x is torch\.complex128"),
+    "sparse": (lambda: torch.eye(2).to_sparse(), r"model\.x is torch\.float32, torch\.sparse_coo"),
+    "meta": (lambda: torch.ones(2, device="meta"), r"model\.x is torch\.float32, torch\.strided, on meta"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_tensor_that_no_file_can_hold_is_named_before_anything_is_written(name: str, tmp_path):
+    make, message = REFUSED[name]
+    model = nn.Module()
+    model.x = nn.Parameter(make())
+    with pytest.raises(ValueError, match=message + ".*: a checkpoint holds dense tensors with values"):
+        Checkpoints(tmp_path / "run").save(1, model)
+    assert not (tmp_path / "run").exists()
+
+
+TENSORS: dict[str, Any] = {
+    "empty": lambda: torch.zeros(0, 3),
+    "scalar": lambda: torch.tensor(3.0),
+    "strided": lambda: torch.arange(6.0)[::2],
+    "transposed": lambda: torch.arange(6.0).view(2, 3).t(),
+    "float8": lambda: torch.ones(3).to(torch.float8_e4m3fn),
+    "complex64": lambda: torch.ones(3, dtype=torch.complex64),
+    "uint16": lambda: torch.ones(3, dtype=torch.uint16),
+}
+
+
+def test_tensors_of_any_dtype_shape_and_stride_come_back(tmp_path):
+    one, other = nn.Module(), nn.Module()
+    for name, make in TENSORS.items():
+        one.register_buffer(name, make())
+        other.register_buffer(name, torch.zeros_like(make()))
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, one)
+    checkpoints.resume(other)
+    checkpoints.close()
+    for name, make in TENSORS.items():
+        expected = make()
+        bits = lambda x: x.contiguous().view(torch.uint8) if x.ndim else x
+        assert torch.equal(bits(getattr(other, name)), bits(expected)), name
