@@ -6,6 +6,7 @@ A Hugging Face config is a dict, as in config.json. Its keys that ``llama.py`` d
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..validation import in_words
@@ -13,7 +14,7 @@ from .checks import DEEPEST, check_sizes
 from .config import TransformerConfig
 from .published import Published
 from .rotary import Linear, Llama3, Rotary, YaRN
-from .weight_files import CONFIG, Naming, WeightFolder
+from .weight_files import CONFIG, Naming, WeightFolder, differ
 from .weight_names import llama_name
 
 Theirs = Mapping[str, Any]
@@ -47,13 +48,8 @@ SIZES = {
 }
 """Required sizes of a Hugging Face config, each with its name in TransformerConfig."""
 
-FIXED = {
-    "hidden_act": "silu",
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-}
+FIXED = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "quantization_config": None}
 """Keys of a Hugging Face config that must be missing, null or these values; the layers of this package support no others."""
-
 
 PUBLISHED = "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"
 """Keys of a Hugging Face config that TransformerConfig.published keeps, although the computation does not use them."""
@@ -134,16 +130,20 @@ def _published(theirs: Theirs) -> Published | None:
 
 
 def ignored_names(config: TransformerConfig) -> tuple[str, ...]:
-    """Return the endings of weight names that a reader ignores: rotary frequencies, and the head of a tied model."""
-    return (".rotary_emb.inv_freq", "lm_head.weight") if config.tied else (".rotary_emb.inv_freq",)
+    """Return patterns of weight names that a reader ignores: rotary frequencies, and the copied head of a tied model."""
+    return ("*.rotary_emb.inv_freq", "lm_head.weight") if config.tied else ("*.rotary_emb.inv_freq",)
 
 
 def _config_in(held: WeightFolder) -> TransformerConfig:
-    """Return the config of a Hugging Face folder. Put the file's path in front of the message of a ValueError."""
+    """Return the config of a Hugging Face folder; untied, as in transformers, if the weights hold a head of their own.
+
+    Put the file's path in front of the message of a ValueError.
+    """
     try:
-        return config_of(held.config)
+        config = config_of(held.config)
     except ValueError as error:
         raise ValueError(f"{held.folder / CONFIG}: {error}") from error
+    return replace(config, tied=config.tied and not differ(held, "model.embed_tokens.weight", "lm_head.weight"))
 
 
 THEIRS = Naming(_config_in, llama_name, ignored_names)

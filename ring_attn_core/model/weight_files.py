@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -31,10 +32,8 @@ DTYPES = "F32", "BF16", "F16", "F64"
 SAMPLES = 256
 """The most blocks of a file that are read for its digest."""
 
-TRIES = 5
-"""The most attempts to open a folder that another process keeps replacing."""
-LOOKS = 10
-"""The most times to look for a folder that a save may be renaming, 10 ms apart."""
+TRIES, LOOKS = 5, 10
+"""The most attempts to open a folder that another process keeps replacing, and to find, 10 ms apart, one that a save renames."""
 
 
 class WeightFile(NamedTuple):
@@ -75,7 +74,7 @@ class Naming(NamedTuple):
     renamed: Callable[[str], str]
     """Maps a weight's name in RingTransformer to its name in the files."""
     ignored: Callable[[TransformerConfig], tuple[str, ...]]
-    """Returns name endings for a config. A weight in the files is ignored if its name has one of these endings."""
+    """Returns patterns, such as ``*.inv_freq``, for a config. A weight in the files is ignored if its name fits one."""
 
 
 @contextmanager
@@ -149,20 +148,21 @@ def sources(
 ) -> dict[Path, dict[str, str]]:
     """Return, for each file with weights of the model, a dict from weight names in the model to weight names in the file.
 
-    ``expected``: shapes by name in the model. ``renamed``: maps a name in the model to the name in the files. ``ignored``: name
-    endings; a weight in the files is ignored if its name has one of these endings. Raise ValueError if a weight is missing,
-    unexpected, of the wrong shape, or of a dtype that is not in DTYPES, such as a quantised weight.
+    ``expected``: shapes by name in the model. ``renamed``: maps a name in the model to the name in the files. ``ignored``:
+    patterns; a weight in the files is ignored if its name fits one. Raise ValueError if a weight is missing, unexpected (listed
+    in the index or not), of the wrong shape, or of a dtype that is not in DTYPES, such as a quantised weight.
     """
+    listed = set[str]().union(*(each.promised or () for each in held.files.values()))
     found: dict[str, tuple[Path, tuple[int, ...], str]] = {}
     for file, each in held.files.items():
         names, stands = each.promised, set(each.weights.keys())
         lost = sorted((names or stands) - stands)
         if lost:
             raise ValueError(f"{file} lacks {', '.join(lost[:8])}, which {INDEX} promises: copy or download it again")
-        for name in sorted(names or stands):
+        for name in sorted((names or set()) | (stands - listed)):
             stored = each.weights.get_slice(name)
             found[name] = file, tuple(stored.get_shape()), str(stored.get_dtype())
-    found = {name: place for name, place in found.items() if not name.endswith(tuple(ignored))}
+    found = {name: place for name, place in found.items() if not any(fnmatchcase(name, each) for each in ignored)}
     ours = {renamed(name): name for name in expected}
     check_state(
         {theirs: expected[name] for theirs, name in ours.items()},
@@ -181,6 +181,19 @@ def sources(
     for theirs, name in ours.items():
         grouped.setdefault(found[theirs][0], {})[name] = theirs
     return grouped
+
+
+def differ(held: WeightFolder, one: str, other: str) -> bool:
+    """Return whether the files hold both weights, with different values. Compare a part of SAMPLES rows at a time."""
+    held_in = lambda name: [each.weights.get_slice(name) for each in held.files.values() if name in set(each.weights.keys())]
+    found = held_in(one)[:1] + held_in(other)[:1]
+    if len(found) < 2:
+        return False
+    if found[0].get_shape() != found[1].get_shape() or not {str(x.get_dtype()) for x in found} <= {*DTYPES}:
+        return True
+    rows = found[0].get_shape()[0]
+    parts = (slice(first, min(first + SAMPLES, rows)) for first in range(0, rows, SAMPLES))
+    return any(bool((found[0][part] != found[1][part]).any()) for part in parts)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.replica_check import RankDifference
 from ring_attn_core.model.weight_files import CONFIG, OWN, Naming, WeightFolder, opened_folder, sources
+from ring_attn_core.model.weight_names import check_state
 from ring_attn_core.model.weight_saving import check_savable, replacing, write
 
 from ..layers.parts import dtype_name
@@ -159,6 +160,9 @@ def save_folder(
         for name, x in arrays.items():
             check_savable(name, str(x.dtype), valued=isinstance(x, jax.Array | np.ndarray))
             check_exists(name, x)
+        expected = nnx.eval_shape(lambda: RingTransformer.from_config(model.config, rngs=nnx.Rngs(0)))
+        shapes = [{name: _shape(*each) for name, each in _parameters(module).items()} for module in (expected, model)]
+        check_state(shapes[0], shapes[1], most=8)
 
     def saved() -> None:
         weights, error = _whole(model), None
