@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ring_attn_torch import RingTransformer, from_numpy, gather, gather_token, loss, shard_batch, sum_gradients
 from ring_attn_torch.layers.block import SwiGLU
+from ring_attn_torch.layers.chunks import in_chunks
 
 from ..support.models import TRANSFORMER, Arrays, assert_near, token_ids, transformer_weights
 from .memory import peak_bytes
@@ -47,6 +49,24 @@ def chunked_on_rank(group: Group, tied: bool, chunk: int | None) -> Arrays:
     sum_gradients(model, group)
     results = gradients(model) | {"loss": value.detach().numpy(), "last": last.detach().numpy()}
     return results | {"logits": gather(logits.detach(), group=group, length=length).numpy()}
+
+
+def test_tokens_that_fit_in_one_chunk_are_computed_once():
+    calls: list[int] = []
+    function = lambda part: calls.append(part.shape[1]) or part.sin()
+    x = torch.ones(1, 6, 2, requires_grad=True)
+    in_chunks(function, x, 6).sum().backward()
+    assert calls == [6]
+    in_chunks(function, x, 5).sum().backward()
+    assert calls == [6, 3, 3, 3, 3]
+
+
+def test_only_the_parts_of_the_input_are_saved_through_outer_hooks():
+    packed: list[int] = []
+    x = torch.ones(1, 6, 2, requires_grad=True)
+    with saved_tensors_hooks(lambda x: packed.append(x.numel()) or x, lambda x: x):
+        in_chunks(lambda part: part.sin(), x, 2)
+    assert packed == [4, 4, 4]
 
 
 def test_an_mlp_in_chunks_holds_what_one_chunk_needs():
