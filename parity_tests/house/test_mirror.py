@@ -60,6 +60,7 @@ ONLY_IN_TORCH = {
     "transformers/balanced.py": "the same",
     "transformers/cache.py": "the same",
     "transformers/documents.py": "the same",
+    "transformers/hooks.py": "the same",
     "transformers/loss.py": "the same",
     "transformers/mask_functions.py": "the same",
     "transformers/masks.py": "the same",
