@@ -45,6 +45,13 @@ def test_workers_compile_what_the_cache_lacks_and_this_process_reads_it(compilat
     assert compile.start(LAUNCHES, 90) == [], "nothing is left to compile"
 
 
+def test_kernels_for_later_are_compiled_after_those_needed_at_once(compilations, monkeypatch):
+    started = []
+    monkeypatch.setattr(workers, "_start_worker", lambda jobs, cache: started.append([of for of, _ in jobs]))
+    compile.start(LAUNCHES[1:2], 90, later=[LAUNCHES[0], *LAUNCHES[1:]])
+    assert started == [[LAUNCHES[i].specialization(90) for i in (1, 0, 2)]], "one worker, its urgent kernel first"
+
+
 def test_the_kernels_of_a_killed_worker_are_compiled_by_who_needs_them(compilations):
     for worker in compile.start(LAUNCHES, 90):
         worker.kill()

@@ -106,10 +106,10 @@ def kernels_in_words(problem: Problem) -> tuple[str, ...]:
     from ring_attn_core.kernels.backends import launches
     from ring_attn_core.kernels.compile import cache_folder, is_cached
 
-    needed = launches(problem)
+    needed = {launch.specialization(problem.capability): launch for launch in launches(problem)}
     if not needed:
         return ()
-    have = sum(is_cached(launch, problem.capability) for launch in needed)
+    have = sum(is_cached(launch, problem.capability) for launch in needed.values())
     advice = "" if have == len(needed) else "; ring-attn compile compiles a model's kernels ahead"
     return (f"{have} of the {len(needed)} kernels of this problem are compiled, in {cache_folder()}{advice}",)
 

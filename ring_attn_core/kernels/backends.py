@@ -268,41 +268,50 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
         warnings.warn(f"{name}: {reasons} ({of}). {instead} instead, slower", stacklevel=2)
 
 
-def launches(problem: Problem, anywhere: bool = False, passes: Collection[str] = PASSES) -> list[Launch]:
+def launches(problem: Problem) -> list[Launch]:
     """Return the launches of a problem by the backend that ``select`` returns: none if this backend has no kernels.
 
     The last ones are those of the backward's other designs, which shards of other lengths need.
     """
-    from .call import call_of
-
-    chosen = select(problem, problem.options.backend)
-    if chosen in ("blockwise", *VENDORS):
-        return []
-    call = call_of(problem, chosen, anywhere, _left_to_portable(problem))
-    return _all_launches(call, problem, passes)
-
-
-def _all_launches(call: RingCall, problem: Problem, passes: Collection[str]) -> list[Launch]:
-    calls = [call, *(call.of_length(tokens) for tokens in DESIGN_LENGTHS if call.hopper and PASSES[1] in passes)]
-    found = (launch for each in calls for name in passes for launch in _launches(each, problem, name))
-    return list({launch.specialization(problem.capability): launch for launch in found}.values())
+    call = _selected(problem, anywhere=False)
+    return [] if call is None else [*_of_passes(call, problem, PASSES), *_of_other_lengths(call, problem, PASSES)]
 
 
 def begin_backward(problem: Problem, anywhere: bool = False) -> None:
     """Begin to compile the backward's kernels in other processes; ``runnable`` waits for them and finds their obstacles."""
-    _begin(launches(problem, anywhere, PASSES[1:]), problem.capability)
+    call = _selected(problem, anywhere)
+    if call is not None:
+        _begin(call, problem, PASSES[1:])
 
 
-def _begin(needed: list[Launch], capability: int) -> None:
-    if needed and not interpreted():
-        start(needed, capability)
+def _selected(problem: Problem, anywhere: bool) -> RingCall | None:
+    """Return the launch parameters by the backend that ``select`` returns; None if this backend has no kernels."""
+    from .call import call_of
+
+    chosen = select(problem, problem.options.backend)
+    return None if chosen in ("blockwise", *VENDORS) else call_of(problem, chosen, anywhere, _left_to_portable(problem))
+
+
+def _begin(call: RingCall, problem: Problem, passes: Collection[str]) -> None:
+    if not interpreted():
+        start(_of_passes(call, problem, passes), problem.capability, _of_other_lengths(call, problem, passes))
+
+
+def _of_passes(call: RingCall, problem: Problem, passes: Collection[str]) -> list[Launch]:
+    return [launch for name in passes for launch in _launches(call, problem, name)]
+
+
+def _of_other_lengths(call: RingCall, problem: Problem, passes: Collection[str]) -> list[Launch]:
+    if not call.hopper or PASSES[1] not in passes:
+        return []
+    return [launch for tokens in DESIGN_LENGTHS for launch in _launches(call.of_length(tokens), problem, PASSES[1])]
 
 
 def _obstacles(call: RingCall, problem: Problem, passes: Collection[str]) -> dict[str, str]:
     """Return, for each pass whose kernels cannot run, the reason in words; an empty dict if all can run."""
     from .obstacles import obstacle
 
-    _begin(_all_launches(call, problem, passes), problem.capability)
+    _begin(call, problem, passes)
     launches = {name: _launches(call, problem, name) for name in passes}
     found = {name: obstacle(of, problem.capability, problem.options.backend != "auto") for name, of in launches.items()}
     return {name: reason for name, reason in found.items() if reason is not None}

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import sha256
 from importlib import import_module
@@ -80,15 +80,20 @@ def kernel_function(name: str) -> Any:
     return getattr(import_module(f"{__package__}.{MODULES[name]}"), name)
 
 
-def start(launches: Iterable[Launch], capability: int) -> list[Popen[bytes]]:
+def start(launches: Iterable[Launch], capability: int, later: Iterable[Launch] = ()) -> list[Popen[bytes]]:
     """Begin to compile the launches that Triton's cache lacks, all at once, in processes of their own, and return these.
 
-    ``compiled`` then waits for its kernel alone. A single missing kernel is left to ``compiled``, which needs no process for it.
+    ``compiled`` then waits for its kernel alone. The kernels of ``later`` follow, so that they slow none of the others. A single
+    missing kernel is left to ``compiled``, which needs no process for it.
     """
-    wanted = {launch.specialization(capability): None for launch in launches if launch.grid}
+    wanted: dict[Specialization, bool] = {}
+    for at_once, some in ((False, later), (True, launches)):
+        for launch in some:
+            with suppress(Exception):  # of a Triton whose names have changed: ``compiled`` raises it again
+                wanted[launch.specialization(capability)] = at_once
     with _one_at_a_time:
         _find_cache()
-        missing = [of for of in wanted if of not in _made and _from_cache(of) is None]
+        missing = {of: at_once for of, at_once in wanted.items() if of not in _made and _from_cache(of) is None}
         if len(missing) < 2:
             return []
         started = workers.start(missing, cache_folder())

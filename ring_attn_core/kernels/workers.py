@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -26,13 +26,14 @@ INTERVAL = 0.02
 """Seconds between two looks at a lock."""
 
 
-def start(missing: Sequence[Specialization], cache: str) -> dict[Specialization, subprocess.Popen[bytes]]:
-    """Start workers that compile kernels into Triton's ``cache``, at most one for each processor.
+def start(missing: Mapping[Specialization, bool], cache: str) -> dict[Specialization, subprocess.Popen[bytes]]:
+    """Start workers that compile kernels into Triton's ``cache``: one for each kernel needed at once, at most one a processor.
 
-    Return each kernel's worker, without the kernels that other processes compile.
+    ``missing``: whether each kernel is needed at once; the others follow. Return each kernel's worker, without the kernels that
+    other processes compile.
     """
     # The longest to compile first: those of Hopper.
-    ordered = sorted(missing, key=lambda of: "hopper" not in of.kernel)
+    ordered = sorted(missing, key=lambda of: (not missing[of], "hopper" not in of.kernel))
     jobs: list[tuple[Specialization, int]] = []
     for of in ordered:
         with suppress(BlockingIOError):
@@ -41,7 +42,8 @@ def start(missing: Sequence[Specialization], cache: str) -> dict[Specialization,
                 jobs.append((of, lock))
     started = {}
     with suppress(OSError):  # no memory or no process is left: ``compiled`` compiles in its own process
-        for first in range(count := min(len(jobs), os.cpu_count() or 1)):
+        at_once = sum(missing[of] for of, _ in jobs) or len(jobs)
+        for first in range(count := min(at_once, os.cpu_count() or 1)):
             worker = _start_worker(jobs[first::count], cache)
             started |= {of: worker for of, _ in jobs[first::count]}
     for _, lock in jobs:
