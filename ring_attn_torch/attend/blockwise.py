@@ -39,10 +39,7 @@ LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Blockwise:
-    """The backend "blockwise": plain torch, tile by tile. Vendors' backends override only ``merged`` and ``gradients``.
-
-    ``v_dim``: if the values are the first columns of k, the number of these columns; None if ``Keys.kv`` holds v behind k.
-    """
+    """The backend "blockwise": plain torch, tile by tile. ``v_dim``: the values are this many first columns of k, unless None."""
 
     two_arrays: ClassVar[bool] = False
     v_dim: int | None = field(default=None, kw_only=True)
@@ -89,18 +86,12 @@ class Blockwise:
         return attend(q, keys, rows, score, total)
 
     def gradients(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
-        """Add these keys' contribution to ``dq`` [b s h d] in place.
-
-        Return ``dq``, and dkv [b t g d+e]: the gradient of ``keys.kv`` from this rank's queries.
-        """
+        """Add these keys' contribution to ``dq`` [b s h d] in place. Return ``dq`` and their dkv [b t g d+e]."""
         return attend_backward(of_q, keys, rows, score, dq)
 
 
 def nothing(q: Tensor, v_dim: int, rows: Rows, score: Score) -> State:
-    """Return the initial attention state, in the accumulation dtype.
-
-    ``out`` is 0. ``lse`` is the sink of the head. Without sinks, and for queries that are padding, it is -inf.
-    """
+    """Return the initial state: out 0, and lse the head's sink; -inf without sinks, and for queries that are padding."""
     b, s, h, _ = q.shape
     dtype = accumulation_dtype(q.dtype)
     out, lse = q.new_zeros((b, s, h, v_dim), dtype=dtype), q.new_full((b, s, h), -math.inf, dtype=dtype)
@@ -140,17 +131,13 @@ def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> Sta
 
 
 def attend_backward(of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of q, k and v in one pass over the tiles.
-
-    Add the gradient of q from these keys to ``dq`` in place. Return ``dq``, and dkv: the gradient of ``keys.kv`` from these
-    queries.
+    """Add the gradient of q from these keys to ``dq`` in place. Return ``dq``, and dkv: the gradient of ``keys.kv``.
 
         p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
         dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
 
-    z_ij is the dropout factor: 1 / (1 - dropout_rate), or 0 if the probability is dropped. delta_i = dout_i . out_i - dlse_i. If
-    the state has a rest, the caller has multiplied dout and delta by exp(-rest_i), where rest_i is the rounding error of lse_i
-    (see ``State``). tanh is tanh(scale q_i . k_j / softcap), or 0 without softcap.
+    z_ij: 1 / (1 - dropout_rate), or 0 if dropped. delta_i = dout_i . out_i - dlse_i. tanh: tanh(scale q_i . k_j / softcap), or
+    0 without softcap. The caller has multiplied dout and delta by exp(-rest_i), if the state has a rest.
     """
     q, dout, lse, delta, *_ = of_q
     d = q.shape[-1]
@@ -177,10 +164,6 @@ def attend_backward(of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, 
 
 
 def _exp_(x: Tensor) -> Tensor:
-    """Compute exp(x) in place, as a power of 2.
-
-    On a CPU torch's exp is slower than exp2, and many times slower if the result underflows. The caller subtracts the row max or
-    the lse (a natural log) from the scores; only then does this function change the base to 2. So if one key outweighs all
-    others, its x is 0 and its probability exactly 1, however large the scores are.
-    """
+    """Compute exp(x) in place as a power of 2, since torch's exp is slower on CPUs, most of all if it underflows. The base
+    changes after the max or lse is subtracted: a key that outweighs all others has x = 0 and a probability of exactly 1."""
     return x.mul_(LOG2E).exp2_()

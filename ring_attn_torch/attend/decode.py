@@ -76,21 +76,14 @@ def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> Tensor:
 
 
 def merged_by_kernel(pairs: Tensor, call: DecodeCall, ranks: int | None) -> Tensor:
-    """Merge packed (out, lse) pairs [pairs b n h e+1] into one pair [b n h e+1] by a kernel.
-
-    ``ranks``: the number of ranks, if each pair is the result of one rank; None if each is the result of one split.
-    """
+    """Merge packed (out, lse) pairs [pairs b n h e+1] by a kernel. ``ranks``: their number; None if each pair is one split's."""
     (pair,) = launch(launches.merge_pairs(call, ranks, False), {"pairs": pairs})
     return pair
 
 
 def ended_by_kernel(pairs: Tensor, sinks: Tensor | None, call: DecodeCall, ranks: int | None) -> tuple[Tensor, Tensor]:
-    """Merge packed (out, lse) pairs [pairs b n h e+1] and the sinks by a kernel.
-
-    Return out [b n h e] in q's dtype and lse [b n h] in float32.
-
-    ``ranks``: the number of ranks, if each pair is the result of one rank; None if each is the result of one split.
-    """
+    """Merge packed (out, lse) pairs [pairs b n h e+1] and the sinks by a kernel. Return out [b n h e] in q's dtype and lse
+    [b n h] in float32. ``ranks``: the number of pairs; None if each pair is one split's."""
     arguments = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": aligned(sinks.float())}
     out, lse = launch(launches.merge_pairs(call, ranks, True), arguments)
     return out, lse
@@ -112,12 +105,9 @@ def merged(pairs: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def blockwise(arrays: DecodeArrays, problem: Decode) -> Tensor:
-    """Compute attention over this rank's slots in plain torch, one batch row and chunk of slots at a time.
-
-    Return out and lse packed in one array [b n h e+1]. If no query sees a slot, the v of the slot may be NaN and is replaced by
-    0. On a CPU, where reading a value needs no synchronization, two tests save work. v is replaced only if the product of the
-    probabilities and v is not finite, and each chunk without a visible slot is skipped.
-    """
+    """Compute attention over this rank's slots in plain torch, by batch row and chunk of slots. Return packed out and lse
+    [b n h e+1]. The v of a slot that no query sees may be NaN and counts as 0; on a CPU it is replaced only if a product is not
+    finite."""
     q, k, v = arrays.q, arrays.k, arrays.v
     (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -156,11 +146,9 @@ class _Visibility(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The online-softmax state of one batch row over the slots seen so far.
-
-    ``top`` [g, rows]: the row max. ``total`` [g, rows]: the sum of exp(s - top). ``acc`` [g, rows, e]: the sum of exp(s - top) v.
-    Each of the g kv heads has one row for each pair of a query and a query head of the kv head.
-    """
+    """The online-softmax state of one batch row. ``top``, ``total`` [g, rows]: row max, sum of exp(s - top). ``acc``
+    [g, rows, e]: sum of exp(s - top) v. Each of the g kv heads has one row for each pair of a query and a query head of the kv
+    head."""
 
     top: Tensor
     total: Tensor
@@ -180,10 +168,7 @@ class _State(NamedTuple):
 
 
 def _visible(arrays: DecodeArrays, of_tree: Tensor | None, window: int | None, row: int, slots: slice) -> tuple[Tensor, Tensor]:
-    """Return the visibility mask, bool [n slots], and the lags, int [n slots], of batch row ``row`` and the slice ``slots``.
-
-    ``of_tree``: the result of ``depths``, or None without a tree mask.
-    """
+    """Return visibility, bool [n slots], and lags, int [n slots], of a batch row. ``of_tree``: the result of ``depths``."""
     position, i = arrays.k_positions[row, slots], arrays.q_positions[row, :, None]
     if of_tree is None:
         lag = i - position
@@ -200,10 +185,7 @@ def _visible(arrays: DecodeArrays, of_tree: Tensor | None, window: int | None, r
 
 
 def _visit(state: _State, rows: Tensor, keys: Tensor, values: Tensor, visibility: _Visibility) -> _State:
-    """Merge one chunk of ``c`` slots into ``state``, and return the new state. On a CPU skip the chunk if no slot is visible.
-
-    ``rows`` [g, rows, d]: the scaled q; the rows are those of ``_State``. ``keys`` [c g d], ``values`` [c g e]: k and v.
-    """
+    """Merge a chunk of ``c`` slots into ``state``: ``rows`` [g, rows, d] the scaled q, ``keys`` [c g d], ``values`` [c g e]."""
     on_cpu = rows.device.type == "cpu"
     visible = visibility.visible
     if on_cpu and not visible.any():

@@ -38,12 +38,8 @@ class Dropout(NamedTuple):
 
 
 def dropout_state(dropout: Dropout, device: torch.device) -> Tensor:
-    """Return the dropout state, int64 [4]: the lower and upper 32 bits of the seed, then the two indices of the offset.
-
-    The offset holds the global indices of the first batch row and the first head of q. Build the state on the device, because a
-    copy from the host would wait for the device. Raise ValueError if the offset is not a pair, if the seed or an index is not an
-    int or a 0-d integer tensor, or if an int is out of range.
-    """
+    """Return the dropout state, int64 [4]: the lower and upper 32 bits of the seed, the global indices of the first batch row and
+    head. Build it on the device, because a copy from the host would wait for the device."""
     seed, offset = dropout
     if not isinstance(offset, tuple | list) or len(offset) != 2:
         raise ValueError(
@@ -74,19 +70,13 @@ def philox_keys(state: Tensor, batch: int, heads: int) -> Tensor:
 
 
 def keep_mask(philox_keys: Tensor, rate: float, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-    """Return dropout's keep mask, bool [batch, heads, queries, keys], True for kept.
-
-    ``q_pos`` [queries], ``k_pos`` [keys]: global positions.
-    """
+    """Return dropout's keep mask, bool [batch, heads, queries, keys]. ``q_pos`` [queries], ``k_pos`` [keys]: global positions."""
     (of_q, which), (of_k, turn) = place_of_query(q_pos[:, None]), place_of_key(k_pos)
     words = philox2x32((of_q, of_k), philox_keys[:, :, None, None], multiply)
     return number(torch.where(which == 0, *words), turn) >= threshold(rate)
 
 
 def multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """Return the upper and the lower 32 bits of ``a * constant``, both at least 0.
-
-    The product may need all 64 bits. It is then negative as an int64, but its bits are right.
-    """
+    """Return the upper and lower 32 bits of ``a * constant``, right even if the product overflows to a negative int64."""
     product = a * constant
     return (product >> 32) & WORD, product & WORD

@@ -31,11 +31,7 @@ from .tiles import Rows
 
 @dataclass(frozen=True)
 class Kernels:
-    """The backends "triton", "triton_tf32" and "hopper".
-
-    ``call``: the parameters that all launches share. ``band``: the mask in a balanced layout, None in other layouts. A shard of a
-    balanced layout has several runs (stretches of the sequence); ``one_run.py`` converts the shard to one run for the kernels.
-    """
+    """The backends "triton", "triton_tf32" and "hopper". ``band``: the mask in a balanced layout, None in other layouts."""
 
     call: RingCall
     band: Band | None = None
@@ -88,12 +84,8 @@ class Kernels:
         arrived: Callable[[], Tensor | None],
         last: bool,
     ) -> tuple[Tensor, Gradients]:
-        """Compute a step's gradients by kernels. See ``Backend.attend_backward``.
-
-        If ``in_one_pass`` (``kernels/steps.py`` of the core) is True, one Hopper kernel computes dq, dk and dv. This kernel sums
-        dq in float32, and another kernel scales and rounds dq after the ``last`` step. If it is False, one kernel computes dq,
-        and another computes dk and dv.
-        """
+        """Compute a step's gradients by kernels: one for dq, dk and dv if ``in_one_pass``, which sums dq in float32, else two.
+        After the ``last`` step of one pass another kernel scales and rounds dq."""
         if keys.kv.shape[1] != self.call.kv_local:
             return self._for(keys).attend_backward(of_q, keys, rows, score, dq, arrived, last)
         if not steps.in_one_pass(self.call):
@@ -120,10 +112,7 @@ class Kernels:
         return dq
 
     def attend_dkv(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, arrived: Tensor | None) -> Gradients:
-        """Return the gradient of these keys from this rank's queries, plus ``arrived`` if not None.
-
-        ``arrived``: the gradient from other ranks' queries. The result is dkv if k and v are packed in one array, else (dk, dv).
-        """
+        """Return dkv, or (dk, dv) if k and v are two arrays, from this rank's queries, plus ``arrived`` from other ranks'."""
         arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         self._add_bounds(arrays, of_q)
         if arrived is not None:
@@ -133,17 +122,11 @@ class Kernels:
         return dkv[0] if len(dkv) == 1 else dkv
 
     def _for(self, keys: Keys) -> Kernels:
-        """Return this backend with launch parameters for key shards of the length of ``keys``.
-
-        In a balanced layout with the strategy "direct", a key shard may be longer or shorter than the rank's own shard.
-        """
+        """Return this backend for shards as long as ``keys``, which differ in a balanced layout with strategy "direct"."""
         return replace(self, call=self.call.of_keys(keys.kv.shape[1]))
 
     def _arrays(self, q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor]:
-        """Return the input arrays of a step's launches, by name.
-
-        In a balanced layout, first convert the step to one run per shard, as the kernels need it.
-        """
+        """Return the input arrays of a step's launches, by name; in a balanced layout converted to one run per shard."""
         if self.band is not None:
             rows, keys, score = as_one_run(rows, keys, score, q.shape[1], self.band)
         elif score.extents is not None:
@@ -151,10 +134,7 @@ class Kernels:
         return _arrays(q, keys, rows, score)
 
     def _add_bounds(self, arrays: dict[str, Tensor], of_q: BackwardInputs) -> None:
-        """Add to ``arrays`` the ``bounds`` of the extents of each query tile (see ``BackwardInputs``), if there are extents.
-
-        In a balanced layout the extents are local indices into a step's key shard, so each step computes new bounds.
-        """
+        """Add the ``bounds`` of each query tile's extents. Each step of a balanced layout computes its own, for local indices."""
         if of_q.bounds is not None:
             arrays["bounds"] = of_q.bounds
         elif "extents" in arrays:
@@ -225,9 +205,6 @@ def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor
 
 @lru_cache(maxsize=4096)
 def on_device(rows: Rows, device: torch.device) -> Tensor:
-    """Copy ``rows`` to the device as int32 [q_runs, k_runs, Row fields]. Cache the copy, because copying waits for the device.
-
-    A CUDA graph cannot contain such a copy: during capture another stream runs the copy.
-    """
+    """Copy ``rows`` to int32 [q_runs, k_runs, Row fields], cached: a copy waits for the device, and cannot be in a CUDA graph."""
     with beside_capture(device):
         return torch.tensor(rows, dtype=torch.int32, device=device)

@@ -14,13 +14,10 @@ from ring_attn_core.kernels.call import BEYOND
 class Keys(NamedTuple):
     """A shard of keys and values, packed in one array. If no keys travel between ranks, k and v may be two arrays.
 
-    ``kv`` [b t g d+e]: k and v concatenated on the last dimension. ``kv`` [b t g d] is k alone if ``v`` [b t g e] is present, or
-    if the values are columns of k.
-
-    ``bits`` uint8 [b, ceil(t / 8)], or None without a key mask: bit j % 8 of byte j // 8 is 1 if key j may be attended.
-
-    ``extents`` int32 [b t 2], or None without a limit: for each key the first and the end (exclusive) of the query positions that
-    may see the key, at least 0. ``one_run.py`` converts these positions to local query indices.
+    ``kv`` [b t g d+e]: k and v, or k alone [b t g d] if ``v`` [b t g e] is present or the values are columns of k. ``bits``
+    uint8 [b, ceil(t / 8)], None without a key mask: bit j % 8 of byte j // 8 is 1 if key j may be attended. ``extents`` int32
+    [b t 2], None without a limit: for each key the first and the end (exclusive) of the query positions that may see the key,
+    at least 0. ``one_run.py`` converts these positions to local query indices.
     """
 
     kv: Tensor
@@ -32,12 +29,9 @@ class Keys(NamedTuple):
 def pack(
     k: Tensor, v: Tensor | None, key_mask: Tensor | None = None, key_extents: Tensor | None = None, two_arrays: bool = False
 ) -> Keys:
-    """Pack k [b t g d], v [b t g e], key_mask bool [b t] and key_extents int [b t 2] into ``Keys``.
-
-    Set masked keys and values to 0, even if they are NaN. Clip extents to 0 .. ``BEYOND``, the range of the kernels' int32
-    arithmetic. ``two_arrays``: if True, keep k and v as two arrays, which saves a copy. It may be True only if no keys travel
-    between ranks. ``v`` None: the values are columns of k. Then k is copied only if it is not contiguous or there is a key mask.
-    """
+    """Pack k [b t g d], v [b t g e], key_mask bool [b t] and key_extents int [b t 2] into ``Keys``. Without v, values are columns
+    of k. Masked keys and values become 0, even NaN; extents are clipped to 0 .. ``BEYOND``, the range of the kernels' int32
+    arithmetic."""
     # If k and v are transposed alike in memory, cat returns a transposed array too; kernels need a contiguous one.
     arrays = [k.contiguous()] if v is None else [k, v] if two_arrays else [torch.cat([k, v], -1).contiguous()]
     bits = None
@@ -60,10 +54,8 @@ def clipped(extents: Tensor) -> Tensor:
 
 
 def zeroed(x: Tensor, where: Tensor) -> Tensor:
-    """Return x [b s h d] with 0 at each element, even NaN, where the mask ``where`` [b s h 1] is True.
-
-    View the data as 8-byte elements if their alignment allows, because masked_fill of 2-byte elements is slow.
-    """
+    """Return x [b s h d] with 0 at each element, even NaN, where the mask [b s h 1] is True. View the data as 8-byte elements if
+    aligned, because masked_fill of 2-byte elements is slow."""
     places = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
     whole = x.numel() > 0 and x.is_contiguous() and x.data_ptr() % 8 == 0 and all(n * x.element_size() % 8 == 0 for n in places)
     return torch.where(where, 0, x.view(torch.int64)).view(x.dtype) if whole else x.masked_fill(where, 0)
@@ -101,11 +93,7 @@ def room_for(keys: Keys, tokens: int) -> Keys:
 
 
 def placed(parts: Sequence[tuple[int, Keys]], like: Keys) -> Keys:
-    """Return keys with the shapes of ``like`` that hold the keys of all ``parts``.
-
-    Each part is a pair (first, keys): its keys are written to the tokens from index ``first`` on. All other keys are 0, and also
-    masked if ``like`` has a key mask.
-    """
+    """Return keys shaped as ``like``: each part (first, keys) from token ``first`` on, other keys 0 (and masked)."""
     if len(parts) == 1 and parts[0][1].kv.shape == like.kv.shape:
         return parts[0][1]
     shard = _mapped(torch.zeros_like, like._replace(bits=unpack(like)))

@@ -21,10 +21,7 @@ from ring_attn_core.kernels.launch import Descriptor, Launch, Output, Scalar, ho
 
 
 def launch(launch: Launch, arrays: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Start a kernel launch, and return its outputs.
-
-    ``arrays``: contiguous tensors by name. A tensor that an output overwrites must not be in use elsewhere.
-    """
+    """Start a kernel launch on contiguous tensors by name. A tensor that an output overwrites must not be in use elsewhere."""
     return _ready(launch, arrays[launch.inputs[0]].device)(arrays)
 
 
@@ -64,10 +61,7 @@ def _ready(launch: Launch, device: torch.device) -> _ReadyLaunch:
 
 
 def _like(x: Output, device: torch.device) -> Tensor:
-    """Return a template of an output for ``empty_like``: one element, expanded to the output's shape.
-
-    ``empty_like(template)`` is faster than ``empty(shape)``.
-    """
+    """Return an output's template for ``empty_like``, which is faster than ``empty(shape)``: one element, expanded."""
     return torch.empty((), dtype=getattr(torch, x.dtype), device=device).expand(x.shape)
 
 
@@ -79,12 +73,8 @@ _zeros_left: dict[tuple[torch.device, int], list[Tensor]] = {}
 
 
 def _zeros(x: Output, device: torch.device) -> Tensor:
-    """Return zeroed scratch memory for ``x``.
-
-    If ``x`` takes at most ``ZERO`` bytes, return a uint8 buffer from the pool of the current CUDA stream. Allocate an array
-    for a larger ``x``, and on a CPU, which has no pool. Allocate an array also during CUDA graph capture, because a buffer from
-    the pool would no longer be 0 when the graph is replayed.
-    """
+    """Return zeroed scratch memory for ``x``, if small from the pool of the current CUDA stream. CUDA graph capture takes none
+    from the pool, because it would no longer be 0 when the graph is replayed."""
     small = math.prod(x.shape) * getattr(torch, x.dtype).itemsize <= ZERO
     if not small or device.type != "cuda" or torch._C._cuda_isCurrentStreamCapturing():
         return torch.zeros(x.shape, dtype=getattr(torch, x.dtype), device=device)

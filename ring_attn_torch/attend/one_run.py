@@ -42,12 +42,8 @@ class StepShards(NamedTuple):
 
 
 def as_one_run(rows: Rows, keys: Keys, score: Score, queries: int, band: Band) -> tuple[Rows, Keys, Score]:
-    """Return the rows, keys and score of a step with each shard converted to one run.
-
-    ``rows``: a ``runs.Row`` for each pair of a query run and a key run. The new rows are a single Row, of the two whole shards
-    and without a mask: the new extents express the mask, as intervals of key indices. ``queries``: number of tokens of the query
-    shard, padding included. ``band``: the mask, in positions.
-    """
+    """Return the rows, keys and score of a step with each shard converted to one run. The new rows are a single Row without a
+    mask: the new extents express ``band`` as intervals of key indices. ``queries``: tokens, padding included."""
     q_runs, k_runs = tuple([pairs[0][2:5] for pairs in rows]), tuple([pair[5:8] for pair in rows[0]])
     batch, tokens, device = len(keys.kv), keys.kv.shape[1], keys.kv.device
     one = Row(-tokens, queries, 0, sum(run[1] for run in q_runs), 0, 0, sum(run[1] for run in k_runs), 0, 1, 0)
@@ -60,10 +56,7 @@ def as_one_run(rows: Rows, keys: Keys, score: Score, queries: int, band: Band) -
 
 
 def _converted(extents: Tensor | None, key_extents: Tensor | None, of: StepShards) -> tuple[Tensor, Tensor | None]:
-    """Return the extents [b s 2], intersected with the mask ``of.band``, and the key extents [b t 2], both in local indices.
-
-    The arguments are in positions; None stands for no limit. Key extents of None stay None.
-    """
+    """Return extents [b s 2], cut to the mask ``of.band``, and key extents [b t 2], converted from positions to local indices."""
     least, most = _limits(of.q_runs, of.queries, of.band, of.device)
     if extents is None:
         extents = torch.stack([least[:, 0], most[:, 1]], -1).expand(of.batch, -1, -1)

@@ -16,11 +16,7 @@ from ring_attn_core.kernels.driver import CAPTURE_RELAXED, exchange_capture_mode
 
 
 class Unchanged:
-    """A cache key made of a tensor or None.
-
-    Two cache keys are equal if both hold the same tensor object and the tensor was not modified between the creations of the two
-    keys. Two keys that hold None are equal too.
-    """
+    """A cache key of a tensor or None, equal to another of the same tensor object if the tensor was not modified in between."""
 
     __slots__ = "tensor", "version"
 
@@ -35,11 +31,8 @@ class Unchanged:
 
 
 def reusable(tensors: Iterable[Tensor | None], device: torch.device) -> bool:
-    """Return True if results computed from the ``tensors`` may be cached.
-
-    Return False during CUDA graph capture, because a replay must compute the results anew. Return False for tensors of inference
-    mode, because PyTorch does not count changes of such tensors.
-    """
+    """Return True if results of ``tensors`` may be cached. During CUDA graph capture they may not: a replay must compute anew.
+    PyTorch does not count changes of inference tensors."""
     if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
         return False
     return not any(x is not None and x.is_inference() for x in tensors)
@@ -52,10 +45,7 @@ def stream_of(device: torch.device) -> int:
 
 @contextmanager
 def beside_capture(device: torch.device) -> Iterator[None]:
-    """Inside the ``with``, use another stream if the current one is capturing a CUDA graph.
-
-    So the host can copy to the GPU during capture.
-    """
+    """Use another stream inside the ``with`` if the current one captures a CUDA graph, so that the host can copy to the GPU."""
     if device.type != "cuda" or not torch._C._cuda_isCurrentStreamCapturing():
         yield
         return

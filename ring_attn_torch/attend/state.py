@@ -13,8 +13,7 @@ class State(NamedTuple):
     """The attention state over the keys seen so far: out [b s h e], lse [b s h] and rest [b s h].
 
     ``rest`` is the rounding error of lse: the softmax's denominator is ``exp(lse + rest)``. At scores of 1e4 the rounding of a
-    float32 lse changes the denominator by up to 5e-4 of its value. ``rest`` is None for 16-bit inputs, because their scores have
-    larger errors.
+    float32 lse changes it by up to 5e-4 of its value. ``rest`` is None for 16-bit inputs: their scores have larger errors.
     """
 
     out: Tensor
@@ -32,12 +31,11 @@ Gradients = Tensor | tuple[Tensor, ...]
 
 
 class BackwardInputs(NamedTuple):
-    """The inputs that all steps of a backward share: q [b s h d], dout [b s h e], lse and delta.
+    """The inputs that all steps of a backward share: q [b s h d], dout [b s h e], lse and delta [b s h].
 
-    ``lse``, ``delta`` (defined in ``Backend.backward_inputs``): [b s h]; for kernels [b h s], with lse in base 2. ``sinks`` [h]:
-    the contribution of these queries to the gradient of the sinks; the steps do not change it. ``bounds`` int32 [b, q tiles, 4],
-    for kernels: the least ``first``, the greatest ``end``, the greatest ``first`` and the least ``end`` of the extents [first,
-    end) in each query tile. ``out`` [b s h e]: the output of the forward, for the vendors' backends.
+    Kernels take lse, in base 2, and delta as [b h s]. ``sinks`` [h]: these queries' contribution to the sinks' gradient.
+    ``bounds`` int32 [b, q tiles, 4], for kernels: least ``first``, greatest ``end``, greatest ``first`` and least ``end`` of
+    the extents [first, end) in each query tile. ``out`` [b s h e]: the forward's output, for the vendors' backends.
     """
 
     q: Tensor

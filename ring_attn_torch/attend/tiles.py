@@ -27,10 +27,7 @@ Rows = tuple[tuple[Row, ...], ...]
 
 
 class Tile(NamedTuple):
-    """A tile of tokens ``first .. end - 1`` of run number ``run``.
-
-    ``first`` and ``end`` count from the run's beginning, which is token ``base`` of the shard. ``groups``: number of kv heads.
-    """
+    """A tile of tokens ``first .. end - 1`` of a run, counted from token ``base`` of the shard. ``groups``: kv heads."""
 
     run: int
     base: int
@@ -67,11 +64,8 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class TileInputs:
-    """A set of batch rows that visit the same tiles, with the slices of the call's arrays for these rows.
-
-    ``key_mask`` bool [b t]. ``key_extents`` int64 [b t 2]: for each key the first and the end (exclusive) of the query positions
-    that may see the key. ``philox_keys`` [b h]: the Philox keys of dropout.
-    """
+    """A set of batch rows that visit the same tiles, with the slices of the call's arrays. ``key_mask`` bool [b t];
+    ``key_extents`` int64 [b t 2]: intervals of query positions; ``philox_keys`` [b h] of dropout."""
 
     batch: slice
     q: Tensor
@@ -133,10 +127,7 @@ class TileInputs:
                     yield Pair(self, queries, Tile(run, row.k_base, j0, min(j0 + block_k, row.k_len), self.kv.shape[2]), row)
 
     def reached(self, queries: Tile, run: int, first: int, row: Row) -> bool:
-        """Return True if the key extent of some key of a key tile may contain a query of the query tile ``queries``.
-
-        ``run``: the number of the key tile's run. ``first``: the index of the key tile's first token in the run.
-        """
+        """Return True if a key extent of the key tile from index ``first`` of run ``run`` may contain a query of ``queries``."""
         if self.key_extents is None:
             return True
         least, greatest = self._key_reach[run, first]
@@ -171,10 +162,7 @@ class TileInputs:
 
 
 def reach_of(extents: Tensor, tiles: list[Tile]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return the smallest start and the largest end of the ``extents`` [b n 2] in each tile, ignoring empty extents.
-
-    The result is {(tile.run, tile.first): (smallest start, largest end)}. All bounds are read in one transfer from the device.
-    """
+    """Return {(tile.run, tile.first): (least start, greatest end)} of nonempty ``extents`` [b n 2], read in one transfer."""
     if not tiles:
         return {}
     first, end = extents.unbind(-1)
@@ -194,10 +182,7 @@ class Pair:
     row: Row
 
     def load_kv(self, v_dim: int) -> tuple[Tensor, Tensor]:
-        """Copy k [b*g, block_k, d] and v [b*g, block_k, v_dim] of the key tile.
-
-        If no query of the query tile sees a key, set the key's k and v to 0, because they may hold NaN.
-        """
+        """Copy k [b*g, block_k, d] and v [b*g, block_k, v_dim] of the key tile, 0 if no query sees them: they may be NaN."""
         tile = self.keys.load(self.inputs.kv)
         if self.masked is not None:
             unused = self.masked.all(1)
@@ -245,10 +230,7 @@ class Pair:
 
     @cached_property
     def masked(self) -> Tensor | None:
-        """Return the pair's mask, bool [b or 1, block_q, block_k], True if the query does not see the key.
-
-        Return None if the band hides no key from any query, and the call has no extents, key extents or key mask.
-        """
+        """Return the pair's mask, bool [b or 1, block_q, block_k], True for hidden, or None if nothing hides a key."""
         parts = []
         least, greatest = self.queries.first - (self.keys.end - 1), self.queries.end - 1 - self.keys.first
         if least < self.row.lo or greatest > self.row.hi:

@@ -30,10 +30,8 @@ from .tiles import Rows
 
 
 class QueryRange(NamedTuple):
-    """A piece: a slice of the queries and a slice of the keys, for one call of a vendor's kernel.
-
-    If ``causal``, the n-th query of the piece sees the first n keys of the piece. Otherwise each query sees all of these keys.
-    """
+    """A slice of queries and one of keys, for one call of a vendor's kernel. ``causal``: the n-th query sees the first n keys;
+    else all."""
 
     queries: slice
     keys: slice
@@ -55,10 +53,7 @@ class Vendor(Blockwise):
     name: str
 
     def merged(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
-        """Merge attention to the visible keys into ``out`` and ``lse`` of ``total`` in place. Return ``total``.
-
-        Leave ``total.rest`` unchanged, because vendors do not return the rounding error of lse.
-        """
+        """Merge attention to the visible keys into ``total`` in place. ``rest`` stays: vendors return no error of lse."""
         out, lse, _ = total
         q, (k, v) = aligned(q), _two_arrays(keys, q.shape[-1])
         for piece in pieces(rows) if q.numel() else ():
@@ -72,10 +67,7 @@ class Vendor(Blockwise):
         return total
 
     def gradients(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the gradient from these keys to ``dq`` [b s h d] in place.
-
-        Return ``dq``, and dkv [b t g d+e]: the gradient of these keys from this rank's queries.
-        """
+        """Add the gradient from these keys to ``dq`` [b s h d] in place. Return ``dq`` and these keys' dkv [b t g d+e]."""
         assert of_q.out is not None
         q, dout, out, lse = aligned(of_q.q), aligned(of_q.dout), aligned(of_q.out), of_q.lse
         k, v = _two_arrays(keys, q.shape[-1])
@@ -90,21 +82,15 @@ class Vendor(Blockwise):
 
 
 def pieces(rows: Rows) -> Iterator[QueryRange]:
-    """Split each pair of a query run and a key run into pieces, each for one call of a vendor's kernel.
-
-    The mask must have no upper bound ``hi`` (a sliding window has one). So a query sees all keys before its last visible key.
-    """
+    """Split each pair of runs into pieces for a vendor's kernel. The mask must have no upper bound ``hi``."""
     for pairs in rows:
         for pair in pairs:
             yield from _pieces_of(pair)
 
 
 def _pieces_of(pair: Row) -> Iterator[QueryRange]:
-    """Yield the pieces of one pair of runs: at most three rectangles of queries and keys, each fully visible or causal.
-
-    The mask has a lower bound ``lo`` and no upper bound: query i of the query run sees the keys j <= i - lo of the key run. So
-    queries i < lo see no key, and all queries see the keys j < -lo.
-    """
+    """Yield at most three rectangles of a pair of runs, each fully visible or causal. Query i sees the keys j <= i - lo: so
+    queries i < lo see no key, and all queries see the keys j < -lo."""
     first, always = min(max(pair.lo, 0), pair.q_len), min(max(-pair.lo, 0), pair.k_len)
     side = min(pair.q_len - first, pair.k_len - always)
     queries = lambda begin, end: slice(pair.q_base + begin, pair.q_base + end)
@@ -143,10 +129,7 @@ def _forward(options: VendorOptions, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
 def _backward(
     options: VendorOptions, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return dq, dk and dv [b n heads d] of one piece (see :class:`QueryRange`).
-
-    ``out`` [b n h e] and ``lse`` [b n h] are the results of the piece's queries over all keys of the ring.
-    """
+    """Return dq, dk and dv [b n heads d] of a piece. ``out`` [b n h e] and ``lse`` [b n h] are over all keys of the ring."""
     name, scale, causal = options
     sizes, lse = (q.shape[1], k.shape[1]), lse.transpose(1, 2).contiguous()
     if name == "flash4":
