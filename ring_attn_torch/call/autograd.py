@@ -35,10 +35,7 @@ PLAIN = Tensor, torch.nn.Parameter
 
 
 class OpCall(NamedTuple):
-    """The non-tensor arguments of an op. An op's schema has no record type, so they are passed as ``text`` and ``counts``.
-
-    ``group``: the name of the ring, "" for a single rank.
-    """
+    """The non-tensor arguments of an op, whose schema has no record type. ``group``: the ring's name, "" for a single rank."""
 
     options: Options
     group: str = ""
@@ -103,11 +100,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, call: OpCall, total
 def backward(
     cotangents: Sequence[Tensor], saved: Sequence[Tensor], arrays: Arrays, call: OpCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv and the gradient of the sinks (an empty tensor without sinks).
-
-    ``cotangents``: (dout, dlse). ``saved``: (q, k, v, out, lse), followed by ``rest``, the rounding error of lse, if the forward
-    saved it.
-    """
+    """Return dq, dk, dv and the gradient of the sinks (an empty tensor without sinks). ``cotangents``: (dout, dlse). ``saved``:
+    (q, k, v, out, lse), then ``rest`` if the forward saved it."""
     (dout, dlse), (q, k, v, *total), group = cotangents, saved, group_of(call.group)
     problem = settled(problem_on(q, k, v, arrays, group, call.options, exchange=False), group)
     compiled = checked_backward(problem, anywhere=False)
@@ -268,10 +262,8 @@ def eager_only(tensors: Iterable[Any]) -> bool:
 
 
 class StoredResults:
-    """A context in which a recomputed function reuses its stored results instead of running the ring again.
-
-    Inside the ``with``, each ``ring_attention`` call takes its attention state from ``known()``. If ``known()`` returns None, the
-    call computes the state and passes it to ``store``. The context is reentrant and may be entered on any thread.
+    """A context in which a recomputed function reuses stored results: each ``ring_attention`` call takes its state from
+    ``known()``. If it is None, the call computes the state and passes it to ``store``. The context is reentrant, on any thread.
     """
 
     def __init__(self) -> None:

@@ -30,11 +30,8 @@ MOST_LOOKED = 32
 
 
 class Found(NamedTuple):
-    """The results of the checks of a group, equal on all its ranks.
-
-    ``within``: for each problem, True if all extents that were checked for it stay within the documents. ``looked``: the newest
-    pairs (problem, extents) that were checked and stay within the documents, at most ``MOST_LOOKED`` pairs.
-    """
+    """The results of the checks of a group, equal on all its ranks. ``within``: by problem, True if all checked extents stay
+    within the documents. ``looked``: the newest pairs (problem, extents) that do so, at most ``MOST_LOOKED``."""
 
     within: dict[Problem, bool]
     looked: dict[tuple[Problem, Unchanged], None]
@@ -44,20 +41,14 @@ _found: WeakKeyDictionary[dist.ProcessGroup, Found] = WeakKeyDictionary()
 
 
 class Settled(NamedTuple):
-    """The problem of a call, with ``within_documents`` set if all ranks' extents are known to stay within the documents.
-
-    ``checked``: True if this call has checked its extents and found that they stay within the documents.
-    """
+    """A call's problem, with ``within_documents`` set if known of all ranks. ``checked``: this call has checked its extents."""
 
     problem: Problem
     checked: bool = False
 
 
 def settle(problem: Problem, arrays: Arrays, group: Group) -> Settled:
-    """Return the problem, with ``within_documents`` set if the extents of all ranks are found to stay within the documents.
-
-    Raise ValueError, the same on every rank, if a rank's extents are invalid or if the ranks disagree on the problem.
-    """
+    """Return the problem, with ``within_documents`` set if the extents of all ranks are found to stay within the documents."""
     with same_error(group):
         within, extents = problem.within, arrays.extents
         if within is None or extents is None or group is None or ranks_of(group) == 1 or capturing(problem.device):

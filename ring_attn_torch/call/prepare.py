@@ -36,11 +36,8 @@ from ..ring.step import Ring
 
 
 class Arrays(NamedTuple):
-    """The optional arrays of a call, or their gradients, each named like the public argument. None: not passed, or no gradient.
-
-    The ops take the arrays in this order, so append a new array at the end. The checks of ring_attn_core use these names.
-    ``dropout_seed``: the dropout state, int64 [4]: the seed's two words and the global indices of the first batch row and head.
-    """
+    """The optional arrays of a call, or their gradients, in the order in which ops take them: append a new array at the end.
+    ``dropout_seed``: the dropout state, int64 [4]: the seed's two words, global indices of the first batch row and head."""
 
     extents: Tensor | None = None
     key_mask: Tensor | None = None
@@ -61,11 +58,8 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, opti
 
 
 def problem_on(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, group: Group, options: Options, exchange: bool = True) -> Problem:
-    """Describe the call as a Problem. For strategy "auto" on GPUs add the ring's speeds, hosts and peer access.
-
-    ``exchange``: if True, the ranks exchange these additions at the group's first call; if False, only the cache is read. See
-    ``on_hardware``.
-    """
+    """Describe the call as a Problem. For strategy "auto" on GPUs add the ring's speeds, hosts and peer access. They come from an
+    exchange in the group's first call, or without ``exchange`` only from the cache."""
     return on_hardware(problem_of(q, k, v, arrays, ranks_of(group), options), q.device, group, exchange)
 
 
@@ -106,11 +100,8 @@ class CompiledCall(NamedTuple):
         return Score(scale, softcap, rate, arrays.extents, arrays.sinks, arrays.alibi_slopes, arrays.dropout_seed)
 
     def check_values(self, arrays: Arrays, rank: int) -> list[tuple[bool, bool] | None]:
-        """Raise ValueError if ``check_intervals`` does, or if ``extents`` permit a key that this rank neither holds nor receives.
-
-        The values of extents and key extents are read from the device. Return what ``where_held`` says of each, for
-        ``check_orders``.
-        """
+        """Raise ValueError if an interval is invalid or ``extents`` permit a key that this rank lacks. Return each one's
+        ``where_held``."""
         self.check_intervals(arrays, rank)
         if arrays.extents is not None and isinstance(self.steps, NeededPlan):
             check_available(arrays.extents.cpu().numpy(), self.steps, rank)
@@ -125,20 +116,14 @@ class CompiledCall(NamedTuple):
             check_order(name, found)
 
     def check_intervals(self, arrays: Arrays, rank: int) -> None:
-        """Raise ValueError if an interval in this rank's extents or key extents is invalid.
-
-        Extents with keys that this rank neither holds nor receives are accepted here; ``check_values`` refuses them.
-        """
+        """Raise ValueError if an interval is invalid. ``check_values`` refuses extents with keys that this rank lacks."""
         if arrays.extents is not None:
             check_extents(arrays.extents.long(), self.plan.q_runs[rank], self.plan.kv_length)
         if arrays.key_extents is not None:
             check_key_extents(arrays.key_extents.long(), self.plan.k_runs[rank], self.plan.length)
 
     def within_documents(self, extents: Tensor, rank: int) -> bool:
-        """Return True if this rank holds or receives each key that its queries may see.
-
-        If False, ``extents`` reach beyond the documents of the balanced layout.
-        """
+        """Return True if this rank holds or receives each key that its queries may see."""
         assert isinstance(self.steps, NeededPlan)
         return unavailable(extents.cpu().numpy(), self.steps, rank) is None
 
@@ -149,15 +134,8 @@ class CompiledCall(NamedTuple):
 
 @lru_cache(maxsize=MOST_KNOWN)
 def checked(problem: Problem, *, anywhere: bool, ahead: bool = False) -> CompiledCall:
-    """Check the problem, compile its forward kernels, and cache the result.
-
-    ``ahead``: begin to compile the backward's kernels too, without waiting for them.
-
-    ``anywhere``: True for ``attend_block``, whose caller chooses the position at which a run of tokens begins; False if the plan
-    determines all positions. A backend that the user names is checked for the backward too. With "auto" a backend for the
-    backward is selected when the backward runs. It can differ from the forward's backend, for example if a kernel does not
-    compile. Raise ValueError if a check fails.
-    """
+    """Check the problem, compile its forward kernels, and cache the result. ``ahead``: begin to compile the backward's kernels
+    too. ``anywhere``: the caller chooses the runs' positions, not the plan. With backend "auto" the backward selects its own."""
     warn_if_untried("torch", not dist.is_initialized() or dist.get_rank() == 0)
     plan, options = problem.check(), problem.options
     score = Score(problem.scale, options.softcap, options.dropout_rate)
@@ -170,10 +148,7 @@ def checked(problem: Problem, *, anywhere: bool, ahead: bool = False) -> Compile
 
 @lru_cache(maxsize=MOST_KNOWN)
 def checked_backward(problem: Problem, *, anywhere: bool) -> CompiledCall:
-    """Check the problem for the backward, compile its backward kernels, and cache the result.
-
-    The backward always reads v as a separate array, even if the forward reads the values as the first columns of k.
-    """
+    """Check the problem and compile its backward kernels, cached. The backward always reads v as a separate array."""
     problem = problem.ordinary
     compiled = checked(problem, anywhere=anywhere)
     if problem.options.backend != "auto":
@@ -195,11 +170,7 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 
 def values_of(k: Tensor, v: Tensor | None, v_dim: int | None) -> tuple[Tensor, int | None]:
-    """Return (v, None). If v is None, return (the first ``v_dim`` columns of k, ``v_dim``) instead.
-
-    Raise ValueError if ``v_dim`` does not fit. With v it must be None or the last dimension of v; without v, an int from 1 to
-    k's head_dim.
-    """
+    """Return (v, None), or (the first ``v_dim`` columns of k, ``v_dim``) if v is None."""
     v_dim = check_v_dim(v_dim, getattr(k, "shape", ()), None if v is None else getattr(v, "shape", ()))
     if v is None:
         v = k[..., :v_dim] if getattr(k, "shape", ()) else k
@@ -232,11 +203,8 @@ MOST_CHECKED = 4096
 
 
 def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:
-    """Run ``check_tensors``, but skip it if tensors with the same devices and layouts (``Tensor.layout``) have passed it before.
-
-    A call with ALiBi slopes is always checked, because the slopes of a later call may require a gradient. The caller guarantees
-    that no tensor is nested, or of a subclass other than Parameter.
-    """
+    """Run ``check_tensors`` unless tensors of the same devices and layouts have passed, or if there are ALiBi slopes. Slopes of a
+    later call may require a gradient. The caller guarantees that no tensor is nested, or of a subclass other than Parameter."""
     group = group_of(group_name)
     known = _alone if group is None else _on.setdefault(group, set())
     kinds = tuple([(x.device, x.layout) for x in tensors])
@@ -249,11 +217,7 @@ def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:
 
 
 def check_tensors(q: Any, k: Any, v: Any, arrays: Arrays, group_name: str = "") -> None:
-    """Raise ValueError if an argument does not fit the op's schema, or if the group cannot send it.
-
-    Refuse non-tensors, DTensors, sparse and nested tensors, tensors on several devices, a device without a backend in the group,
-    and slopes that require a gradient.
-    """
+    """Raise ValueError if an argument does not fit the op's schema, or if the group cannot send it."""
     for label, x in zip(NAMES, (q, k, v, *arrays), strict=True):
         if x is None and label in Arrays._fields:
             continue
@@ -282,10 +246,7 @@ def _devices(name: str) -> list[str]:
 
 
 def under_autocast(x: Tensor) -> Tensor:
-    """Cast a tensor to autocast's dtype if autocast is on and the tensor is not float64, as torch does for its attention.
-
-    Without the cast, rotary embeddings would leave q and k in float32 beside a 16-bit v.
-    """
+    """Cast a tensor as autocast does: rotary embeddings would leave q and k in float32 beside a 16-bit v. float64 stays."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x
