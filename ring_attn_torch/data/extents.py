@@ -70,11 +70,7 @@ def prefix_extents(prefix: int | Int[Tensor, " batch"], length: int) -> Int[Tens
 
 
 def integers(name: str, x: Any, *dims: str) -> Tensor:
-    """Return ``x`` as int64.
-
-    ``dims``: the names of the dimensions that ``x`` must have. Raise ValueError if ``x`` does not hold integers or has another
-    number of dimensions.
-    """
+    """Return ``x`` as int64; raise ValueError unless it holds integers with the dimensions named ``dims``."""
     array = converted(name, x)
     if array.dtype == torch.bool or array.is_floating_point() or array.is_complex() or array.ndim != len(dims):
         raise ValueError(f"{name} must be integers [{', '.join(dims)}], got {array.dtype} {list(array.shape)}")

@@ -104,12 +104,8 @@ def _ring(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
 
 
 def _check(call: str, x: Any, ring: Group, layout: str | BalancedLayout, length: int | None, position: int | Tensor = -1) -> None:
-    """Raise ValueError if an argument is invalid or differs between ranks.
-
-    ``call``: the public function's name. Ranks compare the shape and dtype of x, ``layout``, ``length`` and ``position``, but not
-    the values of a tensor ``position``. They compare a call if these values are new, and every call inside ``check_every_call``.
-    In a compared call all ranks raise the error.
-    """
+    """Raise ValueError if an argument is invalid or differs between ranks, on all ranks if the call is compared. The values of a
+    tensor ``position`` are not compared."""
 
     def check() -> None:
         check_along(x, isinstance(x, Tensor), "a torch.Tensor", 0)

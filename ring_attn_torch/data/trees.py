@@ -131,10 +131,7 @@ def unpack_rollouts(
 
 
 def _digest(rollouts: Any, ranks: int) -> str | None:
-    """Return a digest of ``rollouts`` that the ranks compare, or None.
-
-    None: on one rank, under torch.compile, or if ``rollouts`` is not a Rollouts.
-    """
+    """Return a digest of ``rollouts`` for the ranks to compare; None on one rank, under torch.compile, or for another type."""
     if ranks == 1 or torch.compiler.is_compiling() or not isinstance(rollouts, Rollouts):
         return None
     arrays = b"".join(torch.as_tensor(x).cpu().numpy().tobytes() for x in (rollouts.ids, rollouts.labels, rollouts.predictors))
