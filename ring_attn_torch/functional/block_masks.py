@@ -35,12 +35,7 @@ _known: WeakKeyDictionary[Any, tuple[Any, list[Any], DenseMaskArguments]] = Weak
 
 
 def block_mask_arguments(block_mask: BlockMask, shape: Shape) -> DenseMaskArguments:
-    """Convert a BlockMask of the global sequences to arguments of the ring. ``shape``: batch, heads, length and kv_length.
-
-    Raise ValueError if ``block_mask`` is not a BlockMask of this shape, has more than ``MOST_TOKENS`` queries or keys, lists
-    blocks that contradict its mask_mod, or differs between heads. Also raise it if the mask_mod cannot be evaluated, if the ring
-    has no arguments that express the mask, or under torch.compile.
-    """
+    """Convert a BlockMask of the global sequences to arguments of the ring. ``shape``: batch, heads, length and kv_length."""
     if torch.compiler.is_compiling():
         raise ValueError(
             "block_mask is evaluated on the host, which torch.compile cannot trace: leave flex_attention out of what is compiled "
@@ -84,13 +79,9 @@ class _Unknown(Exception):
 
 
 def _state(x: Any, held: list[Any]) -> Any:
-    """Return a cache key of ``x``. The key changes with ``x``, and with every tensor or number that a function in ``x`` reads.
-
-    The key holds digests of tensors' values, because torch does not record changes through ``.data`` or NumPy. It also holds the
-    ids of code objects and constants (``_is_constant``). These objects are added to ``held``, because they must live as long as
-    the key. Raise _Unknown on any object other than tensors, constants, numbers, str, None, and tuples, lists and functions of
-    these.
-    """
+    """Return a cache key that changes with ``x`` and with each tensor or number that a function in ``x`` reads, or raise
+    _Unknown. It holds digests of tensors, because torch does not record changes through ``.data`` or NumPy, and ids of code
+    objects and constants, which ``held`` keeps alive."""
     if x is None or isinstance(x, bool | int | float | str):
         return type(x), x
     if isinstance(x, Tensor):
@@ -182,10 +173,7 @@ def _from(mask_mod: Callable[..., Tensor], start: int) -> Callable[..., Tensor]:
 
 
 def _listed(block_mask: BlockMask, kind: str) -> Tensor:
-    """Return bool [batch, heads, query blocks, key blocks], True where the BlockMask lists a block of this ``kind``.
-
-    ``kind``: "kv" for partial blocks, "full_kv" for full ones.
-    """
+    """Return bool [batch, heads, query blocks, key blocks]: True for listed blocks of ``kind``, "kv" (partial) or "full_kv"."""
     partial = block_mask.kv_indices
     count, indices = getattr(block_mask, f"{kind}_num_blocks"), getattr(block_mask, f"{kind}_indices")
     if count is None or indices is None:

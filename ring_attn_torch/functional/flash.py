@@ -76,11 +76,8 @@ class _FlashOptions(NamedTuple):
         return left, right
 
     def score(self, heads: int, equal_lengths: bool, dropout_seed: Any) -> Arguments:
-        """Return scale, softcap, ALiBi, ``deterministic``, dropout and ``return_lse`` as arguments of ``ring_attention``.
-
-        ``equal_lengths``: True if there are as many keys as queries, in each document if there are several. Raise ValueError if
-        the slopes do not fit, if a flag is neither True nor False, or if there is a dropout rate without a seed.
-        """
+        """Return scale, softcap, ALiBi, dropout and flags as arguments of ``ring_attention``. ``equal_lengths``: as many keys as
+        queries, in each document if there are several."""
         check_flags(causal=as_number(self.causal), return_attn_probs=as_number(self.return_attn_probs))
         dropout = dropout_of(self.dropout_p, dropout_seed)
         if dropout and self.return_attn_probs:
@@ -252,12 +249,8 @@ def _band(sides: tuple[int | None, int | None], offset: int) -> Band:
 
 
 def _ends(of: str, cu_seqlens: Any, total: int, longest: Any) -> tuple[Tensor, int | None]:
-    """Check cu_seqlens. Return it as an int64 tensor, and the number of tokens of the longest document.
-
-    Raise ValueError if cu_seqlens does not begin with 0, decreases, ends after the ``total`` tokens of the row, or has a document
-    of more than ``longest`` tokens (max_seqlen). Under torch.compile or for a meta tensor only dtype and shape are checked, and
-    the number is None. ``of``: "q" or "k", for the message.
-    """
+    """Return checked cu_seqlens as int64, and the longest document's number of tokens; None under torch.compile or on meta
+    tensors. ``of``: "q" or "k". ``total``: tokens of the row. ``longest``: max_seqlen."""
     name = f"cu_seqlens_{of}"
     ends = integers(name, cu_seqlens, "documents + 1")
     if not ends.shape[0]:
@@ -282,10 +275,7 @@ def _ends(of: str, cu_seqlens: Any, total: int, longest: Any) -> tuple[Tensor, i
 
 
 def _extents(ends_q: Tensor, ends_k: Tensor, length: int, sides: tuple[int | None, int | None]) -> Tensor:
-    """Return the extents [1, length, 2] of packed documents with windows aligned to the bottom right of each document.
-
-    ``ends_q``, ``ends_k``: the cu_seqlens. ``sides``: the window (left, right), None for an open side.
-    """
+    """Return extents [1, length, 2] of packed documents, with windows (None: open) aligned to each document's bottom right."""
     if ends_q.shape[0] == 1:
         return ends_q.new_zeros(1, length, 2, dtype=torch.int32)
     position = torch.arange(length, device=ends_q.device)

@@ -77,10 +77,7 @@ def scaled_dot_product_attention(
 
 
 def tokens_first(query: Any, key: Any, value: Any, enable_gqa: bool) -> Qkv:
-    """Transpose query, key and value from [batch, heads, tokens, dim] to [batch, tokens, heads, dim].
-
-    Raise ValueError if dimensions or numbers of heads do not fit, or ``enable_gqa`` is neither True nor False.
-    """
+    """Transpose query, key and value from [batch, heads, tokens, dim] to [batch, tokens, heads, dim]."""
     check_flags(enable_gqa=as_number(enable_gqa))
     check_dims({"query": query, "key": key, "value": value}, "batch", "heads", "tokens", "head_dim")
     if query.shape[1] != key.shape[1] and not enable_gqa:

@@ -40,11 +40,8 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
 
 def arguments_of(score_mod: Any, device: torch.device) -> Arguments:
-    """Convert a score_mod to keyword arguments of ``ring_attention``. Return an empty dict if ``score_mod`` is None.
-
-    Trace the score_mod. For each constant c in its graph, compare the graph with those of ``softcap(c)`` and ``alibi(c)``. Raise
-    ValueError if no graph is equal, or if slopes are neither float32 nor float64.
-    """
+    """Convert a score_mod to arguments of ``ring_attention``: for each constant c in its graph, compare with ``softcap(c)``,
+    ``alibi(c)``."""
     if score_mod is None:
         return {}
     if not callable(score_mod):
@@ -72,10 +69,7 @@ INSTEAD = (
 
 
 def _traced(score_mod: Callable[..., Any], device: torch.device) -> tuple[Any, list[Any]]:
-    """Trace ``score_mod``. Return its graph as nested tuples, and a list of the constants in the graph.
-
-    Two graphs of the same operations have equal tuples, even if the operands of a + or * are swapped.
-    """
+    """Return the graph of ``score_mod`` as nested tuples, with operands of a + or * sorted, and a list of its constants."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     score = torch.zeros(1, device=device)

@@ -26,12 +26,8 @@ Arguments = dict[str, Any]
 
 
 class RingArguments(NamedTuple):
-    """The keyword arguments that describe the ring. Each attention function of this folder takes them.
-
-    ``layout``: a name in LAYOUTS. ``length``, ``kv_length``: global lengths of queries and keys in tokens, without padding. If
-    None, ``length`` counts all tokens of the q shards. ``kv_length`` is ``length`` if the shards of q and k are equally long,
-    else it counts all tokens of the k shards.
-    """
+    """The arguments that describe the ring. ``length``, ``kv_length``: global tokens of queries and keys without padding. None:
+    all tokens of the q shards; ``kv_length`` is ``length`` if the shards are equally long, else all tokens of the k shards."""
 
     group: dist.ProcessGroup | DeviceMesh | None
     layout: str
@@ -40,10 +36,7 @@ class RingArguments(NamedTuple):
 
 
 class Shards(NamedTuple):
-    """The sharding of the arrays of one call, over ``ranks`` ranks. ``rank``: the rank of this process.
-
-    ``local``: the numbers of queries and of keys in one shard. ``lengths``: the global numbers of queries and of keys.
-    """
+    """The sharding of a call's arrays. ``local``: queries and keys in one shard. ``lengths``: their global numbers."""
 
     rank: int
     ranks: int
@@ -52,10 +45,7 @@ class Shards(NamedTuple):
     lengths: tuple[int, int]
 
     def own(self, x: Any, of: int, device: torch.device) -> Tensor:
-        """Return this rank's shard of a global array [rows, length, ...], padded with zeros.
-
-        ``of``: 0 if the tokens of ``x`` are queries, 1 if they are keys.
-        """
+        """Return this rank's shard of a global array [rows, length, ...], zero-padded. ``of``: 0 for queries, 1 for keys."""
         x = torch.as_tensor(x, device=device)
         runs = named(self.layout)(self.rank, self.ranks, self.local[of])
         at = torch.cat([torch.arange(run.start, run.start + run.stride * run.length, run.stride, device=device) for run in runs])
@@ -75,11 +65,7 @@ class Shards(NamedTuple):
 
 
 def shards_of(q: Tensor, k: Tensor, ring: RingArguments) -> Shards:
-    """Return the ``Shards`` record of a call, from this rank's q and k [batch, tokens, heads, head_dim] and the ring arguments.
-
-    On one rank the record's layout is "contiguous", which needs no padding. Raise ValueError if the layout is unknown, or if the
-    layout or the lengths do not fit the shards.
-    """
+    """Return the ``Shards`` of a call on q and k [batch, tokens, heads, head_dim]; on one rank "contiguous", never padded."""
     group = group_of(group_name(ring.group))
     ranks = ranks_of(group)
     named(ring.layout)
@@ -89,10 +75,7 @@ def shards_of(q: Tensor, k: Tensor, ring: RingArguments) -> Shards:
 
 
 def attend(prepare: Callable[[], tuple[Qkv, Arguments]], ring: RingArguments) -> Any:
-    """Call ``ring_attention`` on q, k, v and arguments from ``prepare``.
-
-    If ``prepare`` fails on a rank, all ranks raise the error.
-    """
+    """Call ``ring_attention`` on q, k, v and arguments from ``prepare``. If it fails on a rank, all ranks raise the error."""
     with same_error(group_of(group_name(ring.group))):
         (q, k, v), arguments = prepare()
     return ring_attention(q, k, v, group=ring.group, **arguments)
@@ -108,10 +91,7 @@ def check_dims(arrays: dict[str, Any], *axes: str) -> None:
 
 
 def dropout_of(dropout_p: float, dropout_seed: int | Tensor | None) -> Arguments:
-    """Return dropout as arguments of ``ring_attention``.
-
-    Raise ValueError if the rate is not a number, or if it is not 0 and the seed is None.
-    """
+    """Return dropout as arguments of ``ring_attention``."""
     dropout_p = as_number(dropout_p)
     if not isinstance(dropout_p, float | int):
         raise ValueError(f"dropout_p must be a number, got {in_words(dropout_p)}: pass a float")
