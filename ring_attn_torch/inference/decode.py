@@ -118,10 +118,7 @@ def tree_attention_decode(
 
 
 def as_int32(positions: Any) -> Any:
-    """Convert positions of any integer dtype to int32. Clamp them to at most 2^31 - 1.
-
-    If ``positions`` is not an integer tensor, return it unchanged.
-    """
+    """Return integer positions as int32, at most 2^31 - 1, and anything else unchanged."""
     if (
         not isinstance(positions, Tensor)
         or positions.dtype == torch.int32

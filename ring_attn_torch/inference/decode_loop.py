@@ -22,12 +22,9 @@ Read = Callable[[], list[int]]
 class DecodeLoop:
     """The decode loop of ``generate``, whose step is a CUDA graph on GPUs.
 
-    ``tokens`` int64 [requests]: the newest tokens. ``finished`` bool [requests]: True if the request has drawn a stop id or its
-    maximum number of new tokens.
-
-    On a CPU each step runs eagerly. On CUDA the first step runs eagerly, since it compiles kernels and creates communicators; the
-    second is captured in a CUDA graph, which is replayed from then on. On several ranks, rank 0 broadcasts its tokens, since
-    ranks that round differently could otherwise draw different tokens.
+    ``tokens`` int64 [requests]: the newest tokens. ``finished`` bool [requests]: the request has drawn a stop id or its
+    maximum. On CUDA the first step runs eagerly, since it compiles kernels and creates communicators; the second is captured.
+    Rank 0 broadcasts its tokens, since ranks that round differently could otherwise draw different tokens.
     """
 
     def __init__(self, model: RingTransformer, cache: KVCache, generation: Generation) -> None:
@@ -47,10 +44,7 @@ class DecodeLoop:
         self._sent: list[Tensor] = []
 
     def begin(self, hidden: Tensor) -> None:
-        """Draw the first new tokens from the prompts' last hidden states [requests, dim].
-
-        Each row of ``hidden`` is nonzero on at most one rank.
-        """
+        """Draw the first new tokens from the prompts' last hidden states [requests, dim], each nonzero on at most one rank."""
         self._take(logits_of(self._model, summed(hidden, self._cache)))
 
     def step(self) -> None:
@@ -64,12 +58,8 @@ class DecodeLoop:
         self._steps += 1
 
     def read(self) -> Read:
-        """Return a function that returns the newest tokens.
-
-        On CUDA ``read`` starts a copy of the tokens to a host buffer, and the returned function waits for the copy. Successive
-        steps alternate between two buffers, so call the function before the buffer is used again, two steps later. On a CPU
-        nothing is copied: call the function before the next step, which overwrites the tokens.
-        """
+        """Return a function that returns the newest tokens. On CUDA ``read`` starts a copy to one of two host buffers: call the
+        function within two steps. On a CPU nothing is copied: call it before the next step, which overwrites the tokens."""
         if not self.ahead:
             return self.tokens.tolist
         if not self._sent:
@@ -85,11 +75,8 @@ class DecodeLoop:
         return read
 
     def _begin_graph(self) -> None:
-        """Run the first step eagerly on a side stream, as torch.cuda.graph requires. At the second step, capture and replay it.
-
-        The capture runs on the side stream too. By default torch.cuda.graph captures a stream on the GPU of the process's first
-        capture. If the model is on another GPU, that would capture nothing.
-        """
+        """Run the first step eagerly on a side stream, as torch.cuda.graph requires; capture the second there, and replay it. The
+        default capture stream is on the GPU of the process's first capture, so on another GPU it would capture nothing."""
         side = self._side
         assert side is not None, "only on CUDA"
         if self._steps == 0:
@@ -104,11 +91,8 @@ class DecodeLoop:
         self._replay(self._graph)
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Replay the captured step, and count its tokens in the cache's host state.
-
-        The host state counts a token for each request below its limit of new tokens, even if the request has drawn a stop id:
-        to know the stop id, the host would have to wait for the device.
-        """
+        """Replay the captured step, and count its tokens in the host state for each request below its limit. The host counts even
+        a request with a stop id: to know it, it would have to wait for the device."""
         more = [int(self._steps + 1 < new) for new in self._new]
         self._cache.check_room(more)
         graph.replay()

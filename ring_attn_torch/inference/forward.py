@@ -120,11 +120,7 @@ def _as_it_stands(function: Callable[..., Any]) -> Callable[..., Any]:
 def last_hidden(
     model: RingTransformer, ids: Tensor, cache: KVCache, lengths: Lengths | None = None, *, fresh: bool = False
 ) -> Tensor:
-    """Return the last block's output [batch, dim] for the last token of each request.
-
-    A row is 0 if its request has no token in the chunk ``ids``, or if another rank holds the request's last token. The arguments
-    are those of :func:`prefill_prompts`.
-    """
+    """Return the last block's output [batch, dim] for each request's last token; 0 if this rank's part of ``ids`` lacks it."""
     ring = model.ring
     ranks = ranks_of(cache.ring)
     counts = ids.shape[1] if lengths is None else lengths
@@ -203,10 +199,7 @@ def check_model(model: RingTransformer) -> None:
 
 
 def _agree(call: str, model: RingTransformer, ids: Any, cache: Any) -> None:
-    """Raise ValueError if model, ids and cache do not fit together. ``call``: the name of the calling function.
-
-    At the first call with a given shape of ids, all ranks raise the same error. In later calls a rank with an error raises alone.
-    """
+    """Raise ValueError if model, ids and cache do not fit together, on all ranks at the first call with a shape of ids."""
     shape = tuple(ids.shape) if isinstance(ids, Tensor) else ()
     device = ids.device.type if isinstance(ids, Tensor) else "cpu"
     agree_on(AgreedCall(call, device, (("ids_shape", shape),)), _ring(model, cache), lambda: _check(model, ids, cache))

@@ -21,11 +21,8 @@ from .forward import check_model, computes_in, last_hidden
 def generated(
     model: RingTransformer, arguments: dict[str, Any], on_token: OnToken | None = None, progress: Progress | None = None
 ) -> list[list[int]]:
-    """Return the new tokens of each prompt, for ``RingTransformer.generate``.
-
-    ``arguments``: the keyword arguments of ``generate``, passed on to ``Generation.of``. ``on_token(request, token)`` is called
-    for each new token. ``progress(done, total)`` is called after each prefilled chunk; both numbers count prompt tokens.
-    """
+    """Return the new tokens of each prompt. Call ``on_token(request, token)`` for each, ``progress(done, total)`` after each
+    chunk of a prefill, in prompt tokens."""
     group = model.ring.group
     ring, device = ring_of(group), model.embed.weight.device
     with same_error(ring):
@@ -48,10 +45,7 @@ def generated(
 
 
 def _prefilled(model: RingTransformer, cache: KVCache, generation: Generation, progress: Progress | None) -> torch.Tensor:
-    """Prefill the prompts into the cache. Return the hidden states [requests, dim] of their last tokens.
-
-    A hidden state is 0 on the ranks that do not hold the token.
-    """
+    """Prefill the prompts. Return their last tokens' hidden states [requests, dim], 0 on ranks that do not hold the token."""
     device, hidden, done = cache.counts.device, None, 0
     for start, lengths in generation.chunks():
         ids = torch.tensor(generation.ids(start, max(lengths)), device=device)
@@ -81,10 +75,7 @@ def _answered(loop: DecodeLoop, generation: Generation, on_token: OnToken | None
 
 
 def _agree(fingerprints: list[dict[str, Any]]) -> None:
-    """Raise ValueError, the same on every rank, if the arguments of ``generate`` differ between ranks.
-
-    ``fingerprints``: for each rank, its arguments by name.
-    """
+    """Raise ValueError if the arguments of ``generate``, by rank and name, differ between ranks."""
     for name, value in fingerprints[0].items():
         others = [rank for rank, what in enumerate(fingerprints) if what[name] != value]
         if others:

@@ -108,10 +108,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, step: De
 
 
 def _over_cached(q: Tensor, cache: KVCache, layer: int, step: DecodeStep, options: Options) -> State:
-    """Return the State of this rank's queries over the keys that any rank cached before the step, in at least float32.
-
-    A State holds out and lse (``attend/state.py``).
-    """
+    """Return the State of this rank's queries over the keys that any rank cached before the step, in at least float32."""
     ring, ranks = cache.ring, ranks_of(cache.ring)
     batch, local, heads, dim = q.shape
     queries = q
@@ -132,10 +129,7 @@ def _over_cached(q: Tensor, cache: KVCache, layer: int, step: DecodeStep, option
 
 
 def _to_owners(x: Tensor, ranks: int, ring: Group) -> Tensor:
-    """Send each rank the results of its queries in ``x`` [b ranks*local ...].
-
-    Return the results that all ranks have sent for this rank's queries, [ranks b local ...].
-    """
+    """Send each rank its queries' results in ``x`` [b ranks*local ...]; return those for this rank's, [ranks b local ...]."""
     of_rank = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
     mine = torch.empty_like(of_rank)
     dist.all_to_all_single(mine, of_rank, group=ring)
@@ -143,11 +137,8 @@ def _to_owners(x: Tensor, ranks: int, ring: Group) -> Tensor:
 
 
 def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's cached k and v sorted by position, and the extent of each query, int32 [b, queries, 2].
-
-    An extent is the interval [first, end) of the sorted keys that a query sees, empty for padding. The queries are those of all
-    ranks, in rank order.
-    """
+    """Return this rank's cached k and v by position, and the extents, int32 [b, queries, 2], of all ranks' queries in rank order.
+    An extent is the interval [first, end) of the sorted keys that a query sees, empty for padding."""
     spec, rank = cache.spec, rank_in(cache.ring)
     of = lambda x: x if step.rows is None else x[step.rows]
     k, v, positions, count = of(cache.k[layer]), of(cache.v[layer]), of(cache.positions), of(cache.counts)[:, rank, None]
@@ -172,10 +163,7 @@ def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) 
 
 
 def _merged(parts: State) -> State:
-    """Merge the States (out and lse, ``attend/state.py``) of the same queries over disjoint sets of keys.
-
-    The States are stacked along dimension 0 of each array of ``parts``, and merged in that order.
-    """
+    """Merge in order the States, stacked along dimension 0, of the same queries over disjoint sets of keys."""
     out, lse, rest = parts
     top = lse.amax(0)
     top = top.masked_fill(top == -math.inf, 0)

@@ -72,12 +72,8 @@ def on_device(parameters: SamplingParameters, device: torch.device) -> SamplingP
 
 
 def drawn(logits: Tensor, parameters: SamplingParameters, requests: Tensor, positions: Tensor) -> Tensor:
-    """Draw the next token of each request from logits [b vocab]. Return int64 [b].
-
-    ``parameters``: sampling parameters, each a number, a tensor [b] or None. ``requests`` [b]: the indices of the requests.
-    ``positions`` [b]: the number of cached tokens of each. The computation is that of :mod:`ring_attn_core.sampling`, in float32
-    (float64 for float64).
-    """
+    """Draw the next token, int64 [b], of each request from logits [b vocab], as :mod:`ring_attn_core.sampling` in float32 (or
+    float64). ``requests`` [b]: indices of the requests. ``positions`` [b]: the number of cached tokens of each."""
     if parameters.temperature is None:
         return logits.argmax(-1)
     wide = logits.to(accumulation_dtype(logits.dtype))
@@ -104,11 +100,7 @@ def _column(x: Any, dtype: torch.dtype) -> Any:
 
 
 def gumbel(parameters: SamplingParameters, requests: Tensor, positions: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return Gumbel noise [b n], -log(-log(1 - u)), for the token ids ``tokens`` [b n].
-
-    ``requests``, ``positions`` [b]: as in :func:`drawn`. Each uniform number u comes from 32 bits that Philox computes from the
-    seed, the request's index and position, and the token id.
-    """
+    """Return Gumbel noise [b n], -log(-log(1 - u)), for the token ids ``tokens`` [b n]; u has 32 bits of Philox."""
     at = requests.long()[:, None], positions.long()[:, None]
     bits = words((parameters.low, parameters.high), *at, tokens, (multiply, int))
     uniform = ((bits.to(dtype) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)  # float32 would round some values to 1

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 
 def checked_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | None, device: torch.device) -> list[Tensor]:
-    """Return the scales of k and v as float32 [layers, kv_heads] on ``device``, or zeros if they are None.
-
-    Raise ValueError if a shape or a value does not fit, or if only one of the two is passed.
-    """
+    """Return the scales of k and v as float32 [layers, kv_heads] on ``device``, or zeros if they are None."""
     shape = spec.sizes.layers, spec.sizes.kv_heads
     if (k_scale is None) != (v_scale is None):
         raise ValueError("k_scale and v_scale go together: pass both, or none to take them from what is written first")
@@ -41,12 +38,11 @@ def checked_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | No
 def of_first(
     k_scale: Tensor, v_scale: Tensor, nothing: Tensor, new: tuple[Tensor, Tensor], step: DecodeStep, ring: Group
 ) -> None:
-    """Replace each 0 in a layer's ``k_scale``, ``v_scale`` [kv_heads] by the smallest power of two above max |x| / 448, in place.
+    """Replace each 0 in a layer's scales [kv_heads] in place by the smallest power of two above max |x| / 448, or 1.
 
-    The largest float8 number is 448. The maximum is over the ``new`` k or v of all ranks, so that every x / scale fits into
-    float8; if the maximum is 0, the scale is 1. Multiplication by a power of two is exact. ``nothing`` (0-d bool): True if the
-    cache is empty. Then nonzero scales are replaced too, since an earlier step that was never advanced may have set them. If
-    ``nothing`` is False, nonzero scales stay. The host reads no value, so a CUDA graph may capture this function.
+    The max is over the ``new`` k or v of all ranks; if it is 0, the scale is 1. The largest float8 number is 448;
+    multiplication by a power of two is exact. ``nothing`` (0-d bool): the cache is empty, and nonzero scales are replaced too,
+    since an earlier step that was never advanced may have set them.
     """
     real = (step.positions >= 0)[..., None, None]
     largest = torch.stack([x.abs().masked_fill(~real, 0).amax((0, 1, 3)).float() for x in new])

@@ -80,10 +80,7 @@ class CachedRequests:
 
 
 def appended(held: CachedRequests, tokens: int, valid: Tensor | None) -> dict[str, Tensor | None]:
-    """Return by name the tensor fields of a DecodeStep whose ``tokens`` new tokens of each request are computed on every rank.
-
-    ``valid`` bool [b, tokens]: True for real tokens; None: all.
-    """
+    """Return a DecodeStep's tensor fields for ``tokens`` tokens that every rank computes. ``valid`` bool [b, tokens] or None."""
     spec, device = held.spec, held.counts.device
     if valid is None:
         chunk = torch.full_like(held.lengths, tokens)
@@ -121,10 +118,7 @@ def appended(held: CachedRequests, tokens: int, valid: Tensor | None) -> dict[st
 
 
 def prefilled(held: CachedRequests, chunk: Tensor, layout: str, local: int) -> dict[str, Tensor | None]:
-    """Return the tensor fields of a DecodeStep by name, for a prefill with shards of ``local`` tokens in ``layout``.
-
-    ``chunk`` int32 [b]: the number of tokens of each request in the chunk, without the padding at its end.
-    """
+    """Return a DecodeStep's tensor fields for a prefill by shards of ``local`` tokens. ``chunk`` int32 [b]: without padding."""
     spec, device = held.spec, held.counts.device
     of_rank, owners = shards(layout, spec.ranks, local, device)
     mine = of_rank[held.rank]
@@ -149,22 +143,14 @@ def prefilled(held: CachedRequests, chunk: Tensor, layout: str, local: int) -> d
 
 
 def _fitting(chunk: Tensor, held: CachedRequests, room: Tensor) -> Tensor:
-    """Return the number of new tokens of each request that the cache stores, [b]: ``chunk`` with a window, else at most ``room``.
-
-    ``chunk`` [b]: the number of new tokens of each request. ``room`` [b]: the number of its tokens that still fit in the slots of
-    all ranks. New tokens beyond the room are neither cached nor counted, and overwrite nothing.
-    """
+    """Return the number of new tokens of each request, [b], that the cache stores; without a window at most the ``room`` [b]. New
+    tokens beyond the room are neither cached nor counted, and overwrite nothing."""
     return torch.minimum(chunk, room) if held.spec.window is None else chunk
 
 
 def _written(held: CachedRequests, here: Tensor, slot_index: Tensor, position: Tensor) -> dict[str, Tensor | None]:
-    """Return {"slots": the slots that this rank writes, "k_positions": the position of the token in each slot after the write}.
-
-    For each token, ``here`` [b, writes] is True if this rank caches it, ``slot_index`` [b, writes] modulo the number of slots is
-    its slot, and ``position`` [b, writes] is its position.
-
-    A token that this rank does not cache goes to the extra slot, which is the last slot and always counts as empty. Without a
-    window, a token beyond the last free slot goes there too. With a window, it overwrites the oldest slot.
+    """Return the slots that this rank writes, and ``k_positions`` after the write. ``here`` [b, writes]: this rank caches the
+    token. Tokens of other ranks, and without a window those beyond the last free slot, go to the extra last slot, always empty.
     """
     here = here if held.spec.window is not None else here & (slot_index < held.spec.slots)
     slots = torch.where(here, slot_index % held.spec.slots, held.spec.slots).long()
@@ -173,11 +159,8 @@ def _written(held: CachedRequests, here: Tensor, slot_index: Tensor, position: T
 
 
 def _recorded_owners(held: CachedRequests, chunk: Tensor, of_token: Tensor) -> dict[str, Tensor | None]:
-    """Return {"owners": the ranks of the newest tokens, "owner_slots": their indices in the ring buffer ``KVCache.owners``}.
-
-    If there are more new tokens than the buffer holds, only the newest are returned. ``chunk`` [b]: the number of new tokens of
-    each request. ``of_token`` [b, tokens]: the rank that owns each new token. Padding gets the unused last index.
-    """
+    """Return the ranks of the newest tokens, and their indices in the ring buffer ``KVCache.owners``; the last index is for
+    padding. ``chunk`` [b]: new tokens of each request. ``of_token`` [b, tokens]: the rank that owns each."""
     remembered, tokens = held.spec.remembered, of_token.shape[1]
     count = min(tokens, remembered)
     token = chunk[:, None] - count + torch.arange(count, device=chunk.device, dtype=torch.int32)
@@ -198,10 +181,7 @@ def _earlier(ranks: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def shards(layout: str, ranks: int, local: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the positions of each rank's tokens in a chunk, int32 [ranks, local], and the rank of each position, int16 [tokens].
-
-    ``tokens``: ``ranks * local``.
-    """
+    """Return the positions of each rank's tokens, int32 [ranks, local], and each position's rank, int16 [ranks * local]."""
     of_rank: Sequence[Sequence[int]] = placement.positions(layout, ranks, local)
     owners = placement.owners(layout, ranks, local)
     as_tensor = lambda x, dtype: torch.tensor(x, dtype=dtype, device=device)
