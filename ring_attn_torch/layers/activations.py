@@ -16,11 +16,7 @@ Caller = Callable[..., Tensor]
 
 
 def caller(activations: str) -> Caller | None:
-    """Return the ``Caller`` for the blocks of one forward pass, or None if autograd is to save all tensors as usual.
-
-    Return None for "keep", and for any value while gradients are disabled. The Caller of "recompute" keeps the saved tensors on
-    the device; that of "offload" moves them to host memory. Raise ValueError if ``activations`` is any other text.
-    """
+    """Return the ``Caller`` for the blocks of one forward pass, or None if autograd is to save all tensors as usual."""
     check_activations(activations)
     if activations == "keep" or not torch.is_grad_enabled():
         return None

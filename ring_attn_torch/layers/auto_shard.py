@@ -39,10 +39,7 @@ class ShardedRows(NamedTuple):
 
     @classmethod
     def of(cls, ids: Tensor, mask: Tensor | None, where: LayerRing) -> ShardedRows:
-        """All-gather the shapes and digests of the ranks' inputs, and return the ShardedRows of this rank's rows ``ids``.
-
-        Raise ValueError on all ranks if the inputs of any rank are invalid, or if the ranks pass sequences of different lengths.
-        """
+        """All-gather the shapes and digests of the ranks' inputs, and return the ShardedRows of this rank's rows ``ids``."""
         layout, ring = where.layout, ring_of(where.group)
         with same_error(ring):
             check_global(ids, mask)
@@ -58,11 +55,8 @@ class ShardedRows(NamedTuple):
         return cls(layout, ring, lengths[0], brought, len(set(contents)) == 1, any(masks))
 
     def shard(self, x: Tensor) -> Tensor:
-        """Exchange shards by an all-to-all. Return this rank's shard of the rows of all ranks, int64 [rows, tokens].
-
-        ``x``: the rows that this rank passed, integers [rows of this rank, length]. If all ranks passed the same rows, nothing is
-        exchanged.
-        """
+        """Return this rank's shard, int64 [rows, tokens], of all ranks' rows by an all-to-all, or locally if all ranks passed the
+        same. ``x``: the rows that this rank passed, integers [rows of this rank, length]."""
         ranks, rank = ranks_of(self.ring), rank_in(self.ring)
         parts = to_layout(x.long(), self.layout, ranks).chunk(ranks, 1)
         if self.same:
@@ -70,22 +64,15 @@ class ShardedRows(NamedTuple):
         return _exchange(torch.cat(parts), [len(x)] * ranks, list(self.brought), self.ring)
 
     def shard_mask(self, mask: Tensor | None, ids: Tensor) -> Tensor | None:
-        """Return this rank's shard of the masks of all ranks, or None if no rank passes a mask.
-
-        The result is bool [rows, tokens]. A rank that passes no mask uses an all-True mask of the shape of ``ids``.
-        """
+        """Return this rank's shard, bool [rows, tokens], of all ranks' masks (None: all True), or None if no rank passes one."""
         if not self.masked:
             return None
         mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
         return self.shard(mask).bool()
 
     def unshard(self, x: Tensor) -> Tensor:
-        """Undo ``shard`` by an all-to-all: gather all tokens of the rows that this rank passed. Differentiable once.
-
-        ``x`` [rows, tokens, features]: this rank's shard of the rows of all ranks. The result is [rows of this rank, length,
-        features]. The backward is the reverse all-to-all: it sends the gradient of each token to the rank that computed the
-        token. If all ranks passed the same rows, each rank gathers all rows, and the backward sums the gradients of all ranks.
-        """
+        """Undo ``shard`` by an all-to-all: [rows, tokens, features] to [rows of this rank, length, features]. Differentiable
+        once. If all ranks passed the same rows, each rank gathers all, and the backward sums the gradients of all ranks."""
         ranks, mine = ranks_of(self.ring), self.brought[rank_in(self.ring)]
         if ranks > 1:
             counts = [len(x)] * ranks if self.same else list(self.brought)
@@ -127,10 +114,7 @@ def check_global(ids: Any, mask: Any) -> None:
 
 
 def check_alone(auto_shard: bool, mask: Any, **of_shards: Tensor | int | None) -> None:
-    """Raise ValueError if ``mask`` is passed without ``auto_shard``, or an argument for shards is passed with ``auto_shard``.
-
-    ``of_shards``: the arguments for shards by name; None if not passed.
-    """
+    """Raise ValueError if ``mask`` comes without ``auto_shard``, or an argument ``of_shards`` with it."""
     if not auto_shard and mask is not None:
         raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
     for name, x in of_shards.items():

@@ -17,11 +17,8 @@ from .parts import LinearMap, RMSNorm
 
 
 class SwiGLU(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim].
-
-    ``chunk``: the maximum number of tokens computed at a time; if x has more, the backward recomputes each chunk. None: all
-    tokens at once, and nothing is recomputed. ``bias``: ``gate``, ``up`` and ``down`` have biases.
-    """
+    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim]. ``chunk``: the maximum number of
+    tokens computed at a time, which the backward recomputes; None: all, and nothing is recomputed."""
 
     def __init__(self, dim: int, hidden: int, param_dtype: str = "float32", chunk: int | None = None, bias: bool = False) -> None:
         super().__init__()
@@ -38,12 +35,8 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: ``x += attention(norm(x)); x += mlp(norm(x))``.
-
-    ``hidden``: features inside the MLP. ``mlp_chunk``: the maximum number of tokens that the MLP computes at a time; None for
-    all. ``mlp_bias``: the MLP's linear maps have biases. The norms and the MLP have the ``param_dtype`` of ``attention``, and the
-    norms have its ``eps``.
-    """
+    """A pre-norm transformer block: ``x += attention(norm(x)); x += mlp(norm(x))``. ``mlp_chunk``: the maximum number of tokens
+    that the MLP computes at a time; None for all."""
 
     def __init__(self, attention: RingAttention, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False) -> None:
         super().__init__()
@@ -68,11 +61,8 @@ class Block(nn.Module):
         dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
         call: Caller | None = None,
     ) -> Tensor:
-        """Apply the block to x [b s dim]; return [b s dim].
-
-        ``call``: a ``Caller`` from :func:`caller`, which runs the block and limits the tensors saved for the backward; None: save
-        all. The other arguments are those of RingAttention.
-        """
+        """Apply the block to x [b s dim]; return [b s dim]. ``call``: a ``Caller`` that limits the tensors saved for the
+        backward; None: save all."""
         if call is not None:  # inside forward, so that hooks of the block, such as FSDP's, stay around it
             arrays = extents, key_extents, key_mask, longest_path, layout, dropout_seed, dropout_offset
             return call(self._again, x, positions, length, *arrays)

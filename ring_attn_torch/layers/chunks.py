@@ -15,15 +15,9 @@ from ring_attn_core.model.chunks import even_chunk
 def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, chunk: int) -> Tensor:
     """Compute ``function(x)`` for x [b s ...] in chunks of at most ``chunk`` tokens. The backward recomputes each chunk.
 
-    Intermediate tensors of ``function`` exist for one chunk at a time, forward and backward. Gradients of weights accumulate over
-    chunks in the weights' dtype. If all tokens fit in one chunk, nothing is recomputed. Under torch.compile the compiler decides
-    what is recomputed.
-
-    Inside an outer torch.utils.checkpoint, without torch.compile, ``function`` runs once in the forward and once for the
-    backward: as often as under the outer checkpoint alone. The reason: an outer checkpoint stops its recomputation when it has
-    restored the last tensor that it saved. Autograd saves all chunks of x before ``function`` first runs, so the last saved
-    tensor is the last chunk. The outer checkpoint therefore stops before ``function``. Only the inner checkpoints, one for each
-    chunk, run ``function`` again.
+    Gradients of weights accumulate over chunks in the weights' dtype. Under torch.compile the compiler decides what is
+    recomputed. The recomputation of an outer torch.utils.checkpoint stops at the last tensor that it saved: the last chunk of
+    x, since autograd saves all chunks before ``function`` first runs. So only the inner checkpoints run ``function`` again.
     """
     from torch.utils.checkpoint import checkpoint  # takes a while to import
 

@@ -20,11 +20,8 @@ from ring_attn_core.runs import Band
 
 
 class MaskArguments(NamedTuple):
-    """A mask as a band, extents and a key mask. A query sees a key if all three allow the pair.
-
-    In the result of ``mask_arguments``, extents and key mask cover the global sequences in natural order. ``MultiheadBase`` then
-    takes this rank's shards of them.
-    """
+    """A mask as a band, extents and a key mask: a query sees a key if all three allow the pair. ``mask_arguments`` returns them
+    for the global sequences in natural order; ``MultiheadBase`` takes this rank's shards."""
 
     band: Band
     extents: Tensor | None = None
@@ -39,12 +36,8 @@ class MaskArguments(NamedTuple):
 
 
 def visible_of(name: str, mask: Tensor) -> Tensor:
-    """Convert a torch mask to a bool mask that is True where attention is allowed.
-
-    A bool mask of torch's MultiheadAttention allows attention where it is False, an additive mask where it is 0. ``name``: the
-    mask's name in errors. Raise ValueError if the dtype is neither bool nor floating, or if an additive mask holds a value other
-    than 0 and -inf. Under torch.compile the values of an additive mask are unknown and not checked.
-    """
+    """Convert a torch mask, bool (True: hidden) or additive (0: visible), to bool, True for visible. ``name``: for errors. Under
+    torch.compile the values of an additive mask are unknown and not checked."""
     if mask.dtype == torch.bool:
         return ~mask
     if not mask.is_floating_point():
@@ -59,11 +52,7 @@ def visible_of(name: str, mask: Tensor) -> Tensor:
 
 
 def visible_pairs(attn_mask: Tensor, batch: int, heads: int) -> Tensor:
-    """Return bool [1 or batch, queries, keys]: True where ``attn_mask`` of torch.nn.MultiheadAttention allows attention.
-
-    Raise ValueError if the shape or dtype does not fit, if an additive mask holds other values than 0 and -inf, or if the mask
-    differs between heads. Under torch.compile values are not checked.
-    """
+    """Return bool [1 or batch, queries, keys]: True where ``attn_mask`` of torch.nn.MultiheadAttention allows attention."""
     if attn_mask.ndim not in (2, 3) or (attn_mask.ndim == 3 and attn_mask.shape[0] != batch * heads):
         raise ValueError(
             f"attn_mask must be [queries, keys] or [batch * heads = {batch * heads}, queries, keys], got {list(attn_mask.shape)}"
@@ -80,14 +69,10 @@ def visible_pairs(attn_mask: Tensor, batch: int, heads: int) -> Tensor:
 def mask_arguments(visible: Tensor, is_causal: bool = False) -> MaskArguments:
     """Convert ``visible``, bool [batch, queries, keys] in natural order, to a band if one fits, else to extents.
 
-    Try in this order: a band, a band with a key mask, extents, extents with a key mask. The bands are the tightest band around
-    the visible pairs, and this band without one or both of its limits. The extents are the tightest interval of keys for each
-    query. The key mask hides each key that no query sees. If none of these equals ``visible``, then no combination of a band,
-    extents and a key mask does. ``is_causal``: True if the caller states that ``visible`` is causal; then return the band
-    ``causal()``.
-
-    Raise ValueError if nothing fits, or if ``is_causal`` is True and ``visible`` is not causal. Under torch.compile the values
-    are unknown: raise ValueError if ``is_causal`` is False, and check nothing if it is True.
+    Try in this order: a band, a band with a key mask, extents, extents with a key mask. The bands are the tightest one around
+    the visible pairs, with both, one or none of its limits. The extents are the tightest interval of keys for each query. The
+    key mask hides each key that no query sees. If none of these equals ``visible``, no combination of a band, extents and a
+    key mask does. Under torch.compile, where values are unknown, ``is_causal`` is required and believed.
     """
     _, queries, keys = visible.shape
     if is_causal:
@@ -125,10 +110,7 @@ def mask_arguments(visible: Tensor, is_causal: bool = False) -> MaskArguments:
 
 
 def _between(mask: Tensor, first: Tensor, end: Tensor) -> Tensor:
-    """Return, for each query, the number of keys in its interval ``first`` .. ``end - 1`` at which ``mask`` is True.
-
-    ``mask``: bool [batch, keys]. ``first``, ``end`` and the result: int [batch, queries].
-    """
+    """Return the number of keys, int [batch, queries], at which ``mask`` [batch, keys] is True in ``first`` .. ``end - 1``."""
     before = torch.nn.functional.pad(mask.long().cumsum(-1), (1, 0))
     rows = (mask.shape[0], first.shape[-1])
     return before.gather(1, end.expand(rows)) - before.gather(1, first.expand(rows)) if mask.numel() else before[:, :0]

@@ -27,10 +27,7 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 class CallOptions(NamedTuple):
-    """The arguments of ``forward`` that input checks and mask conversion need besides query, key and value.
-
-    ``length``, ``kv_length``: as in ring_attention.
-    """
+    """The arguments of ``forward`` that input checks and mask conversion need besides query, key and value."""
 
     key_padding_mask: Tensor | None
     need_weights: bool | None
@@ -58,11 +55,7 @@ class MultiheadArguments:
 
 
 class MultiheadBase(nn.MultiheadAttention):
-    """The base class of replacements for ``torch.nn.MultiheadAttention`` over a ring. A subclass defines ``forward``.
-
-    ``arguments``: the arguments of torch's constructor and of the ring. The attribute ``self.options`` holds the options of
-    ring_attention that all calls share.
-    """
+    """The base class of replacements for ``torch.nn.MultiheadAttention`` over a ring. A subclass defines ``forward``."""
 
     def __init__(self, arguments: MultiheadArguments) -> None:
         check_dropout_rate(arguments.dropout)
@@ -70,19 +63,13 @@ class MultiheadBase(nn.MultiheadAttention):
         self.ring, self.options = extract(LayerRing, arguments), extract(Options, arguments)
 
     def _reset_parameters(self) -> None:
-        """Reset the parameters as torch does, then clear ``_qkv_same_embed_dim``.
-
-        TransformerEncoderLayer takes its fast path only if this flag is True. The fast path would attend only within a shard.
-        """
+        """Reset the parameters, then clear the flag that lets TransformerEncoderLayer's fast path attend within a shard only."""
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         super()._reset_parameters()
         self._qkv_same_embed_dim = False
 
     def _taken(self, inputs: Tensors, call_options: CallOptions) -> tuple[Tensors, MaskArguments, Options]:
-        """Check query, key and value of a call. Return (the three inputs batch-first, this rank's mask, the call's options).
-
-        Raise ValueError before any array is sent if an input does not fit.
-        """
+        """Check query, key and value of a call. Return (the three inputs batch-first, this rank's mask, the call's options)."""
         query, key, _ = inputs
         with same_error(ring_of(self.ring.group)):
             self._check(*inputs, call_options.need_weights)
@@ -122,19 +109,12 @@ class MultiheadBase(nn.MultiheadAttention):
             raise ValueError(f"key {list(key.shape)} and value {list(value.shape)} must have the same tokens and batch")
 
     def _batch_first(self, x: Tensor) -> Tensor:
-        """Return an input as [batch, tokens, features].
-
-        On 3-D tensors the method is its own inverse, so ``_returned`` calls it to restore the caller's order of axes.
-        """
+        """Return an input as [batch, tokens, features]. On 3-D tensors it is its own inverse, as ``_returned`` uses it."""
         return x[None] if x.ndim == 2 else x if self.batch_first else x.transpose(0, 1)
 
     def _mask_of(self, q: Tensor, k: Tensor, call_options: CallOptions, options: Options) -> tuple[MaskArguments, Options]:
-        """Return the mask of this rank's shards, made of attn_mask and is_causal, and the options with the lengths of attn_mask.
-
-        The numbers of queries and keys of attn_mask become ``length`` and ``kv_length``. Without attn_mask, return ``options``
-        unchanged. Raise ValueError if attn_mask does not cover the global sequences, if ``options`` hold other lengths, or if
-        ``mask_arguments`` refuses attn_mask.
-        """
+        """Return the mask of this rank's shards, made of attn_mask and is_causal, and the options with the lengths of attn_mask,
+        if any."""
         attn_mask = call_options.attn_mask
         if attn_mask is None:
             return MaskArguments(causal() if call_options.is_causal else full()), options
@@ -162,10 +142,7 @@ class MultiheadBase(nn.MultiheadAttention):
             yield F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim))
 
     def _with_bias_kv(self, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-        """Add the key of add_bias_kv, visible to every query, to an attention result (out, lse). Return the new out.
-
-        Without add_bias_kv, return the argument ``out``.
-        """
+        """Add the key of add_bias_kv, if any, visible to every query, to an attention result (out, lse). Return the new out."""
         if self.bias_k is None or self.bias_v is None:
             return out
         bias_k, bias_v = (x.unflatten(-1, (self.num_heads, -1)).to(lse.dtype) for x in (self.bias_k, self.bias_v))

@@ -65,10 +65,7 @@ class OffloadedTensors:
         self._block = OffloadedBlock(self._block)
 
     def put(self, x: Tensor) -> Page:
-        """Start to copy ``x`` to the host, and return its ``Page``: a callable that returns the tensor on its device.
-
-        ``x`` must not be modified afterwards.
-        """
+        """Start to copy ``x`` to the host, and return its ``Page``. ``x`` must not be modified afterwards."""
         assert self._block is not None
         page = Page(x.detach().contiguous(), self._block)
         self._leaving.append(page)
@@ -78,10 +75,7 @@ class OffloadedTensors:
 
 
 class OffloadedBlock:
-    """The offloaded tensors (pages) of a block, and a link to the preceding block, which the backward reaches next.
-
-    A block holds weak references to its pages. The autograd graph keeps alive the pages that it needs.
-    """
+    """The pages of a block, held weakly, since the autograd graph keeps those it needs, and the preceding block."""
 
     def __init__(self, before: OffloadedBlock | None) -> None:
         self.before = before

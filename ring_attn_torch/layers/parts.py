@@ -13,8 +13,7 @@ class LinearMap(nn.Linear):
     """``y = x W^T`` or ``y = x W^T + b``: [..., in] -> [..., out]. Weights are cast to x's dtype, or to autocast's.
 
     The weight is drawn from a normal distribution with standard deviation ``in ** -0.5``, and the bias starts at 0.
-    ``param_dtype``: the name of the weight's and bias' dtype. ``adapter``: None, or a module such as a LoRA; ``adapter(x)`` is
-    added to y.
+    ``adapter``: None, or a module such as a LoRA; ``adapter(x)`` is added to y.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, param_dtype: str = "float32") -> None:

@@ -17,14 +17,8 @@ from .ring import LayerRing
 
 
 def agree_on_places(ids: Tensor, extents: Any, length: Any, layout: BalancedLayout | None, ring: LayerRing) -> None:
-    """Raise ValueError on all ranks if a nonempty extent begins after its query on any rank.
-
-    An extent is the interval of keys that a query may see. The check finds calls with a wrong or missing ``layout``. Call this
-    function only for a model with a causal mask. ``ids`` [batch, tokens], ``extents``, ``length``, ``layout``: arguments of
-    RingTransformer. On a CPU check every call. On other devices the check waits for the device, so check only the first call with
-    a batch of this shape, and none during CUDA graph capture. Leave arrays of wrong shapes and dtypes to the layers, which refuse
-    them.
-    """
+    """Raise ValueError on all ranks if a nonempty extent begins after its query: a wrong or missing ``layout`` under a causal
+    mask. Only a CPU checks every call: other devices check the first of a batch's shape, because they wait for the device."""
     group, device, shape = ring_of(ring.group), ids.device.type, tuple(ids.shape)
     call = AgreedCall("RingTransformer with extents", device, (("ids_shape", shape),))
     if device != "cpu" and agreed(call, group):

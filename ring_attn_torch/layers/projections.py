@@ -22,10 +22,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 class Projections(nn.Module):
     """The base of attention layers: projections ``q``, ``k``, ``v``, ``o``, head norms ``q_norm``, ``k_norm``, and ``rotary``.
-
-    ``arguments``: the arguments of the layer's constructor. Three fields store them as records: ``config`` (an AttentionConfig),
-    ``ring`` (a LayerRing) and ``options`` (the Options of attention). Norms and rotary are None if ``config`` has none.
-    """
+    Norms and rotary are None if ``config`` has none."""
 
     def __init__(self, arguments: AttentionConfig) -> None:
         super().__init__()
@@ -48,13 +45,11 @@ class Projections(nn.Module):
         context: Tensor | None = None,
         context_positions: Tensor | None = None,
     ) -> Tensor:
-        """Return the output ``o(attend(q, k, v))`` [b s dim] for x [b s dim].
+        """Return the output ``o(attend(q, k, v))`` [b s dim] for x [b s dim], after head norms and rotary embedding of q and
+        k.
 
-        Keys and values [b t kv_heads head_dim] are projected from ``context`` [b t dim], or from x if ``context`` is None. Before
-        attention, q and k are normalized if ``qk_norm`` is set. A rotary embedding, if any, then rotates q by ``positions``. It
-        rotates k by ``context_positions``, or without a context by ``positions``. None stands for the positions of the layout.
-        Without a context, ``positions`` may be their Turns, which several layers share. ``attend``: returns [b s heads head_dim].
-        Raise ValueError if the shapes of x, context or positions do not fit, or if positions are not integers.
+        Keys and values [b t kv_heads head_dim] are projected from ``context`` [b t dim], or from x without one. Positions of
+        None are those of the layout; without a context they may be shared Turns. ``attend``: returns [b s heads head_dim].
         """
         for name, value in (("x", x), ("context", context)):
             if value is not None and (value.ndim != 3 or value.shape[-1] != self.config.dim):

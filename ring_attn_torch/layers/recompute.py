@@ -35,11 +35,8 @@ def recomputed(function: Function, *inputs: object) -> Tensor:
 
 
 def contexts(put: Callable[[Tensor], Fetch]) -> tuple[StoredResults, StoredResults]:
-    """Return two context managers for ``checkpoint``: one for the first run, one for the recomputation.
-
-    The first passes each out and lse to ``put``, which stores the tensor and returns a function that fetches it. The second calls
-    these functions in the same order, and returns the fetched tensors to attention.
-    """
+    """Return contexts for ``checkpoint``'s first run, which stores each out and lse by ``put``, and its recomputation, which
+    fetches them."""
     stored: list[tuple[Fetch, Fetch]] = []
     return RecordPass(put, stored), ReplayPass(stored)
 
@@ -58,10 +55,7 @@ class RecordPass(StoredResults):
 
 
 class ReplayPass(StoredResults):
-    """The context manager of a block's recomputation in the backward. It returns the stored (out, lse) in order of the calls.
-
-    Each recomputation enters the context anew, and begins with the first (out, lse).
-    """
+    """The context of a block's recomputation. It returns the stored (out, lse) in order of the calls, anew at each entry."""
 
     def __init__(self, stored: list[tuple[Fetch, Fetch]]) -> None:
         super().__init__()

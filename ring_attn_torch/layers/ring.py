@@ -32,11 +32,8 @@ class LayerRing:
         return ranks_of(ring_of(self.group))
 
     def positions(self, tokens: int, device: torch.device | None = None, layout: BalancedLayout | None = None) -> Tensor:
-        """Return the global positions, int32 [tokens], of this rank's shard of ``tokens`` tokens, including padding.
-
-        ``layout``: the layout to use instead of the field ``layout``. A balanced layout knows its own number of tokens, so
-        ``tokens`` is ignored.
-        """
+        """Return the global positions, int32 [tokens], of this rank's shard, including padding. A balanced ``layout`` ignores
+        ``tokens``."""
         ring = ring_of(self.group)
         if isinstance(layout, BalancedLayout):
             return positions(layout, ranks_of(ring), layout.length, rank_in(ring)).to(device)
@@ -60,11 +57,7 @@ class ContiguousRing(LayerRing):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerArguments:
-    """The constructor arguments of a layer.
-
-    Unlike a config, it takes ``dim`` and ``heads`` by position, and accepts a dtype in place of its name. ``kv_heads``,
-    ``head_dim``: None for the default value.
-    """
+    """The constructor arguments of a layer: ``dim`` and ``heads`` by position, and a dtype in place of its name."""
 
     dim: int = field(kw_only=False)
     heads: int = field(kw_only=False)

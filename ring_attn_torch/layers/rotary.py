@@ -20,11 +20,8 @@ TURN = 2**32
 
 
 class Turns(NamedTuple):
-    """The cosines and sines of some tokens' angles. Layers with the same rotary embedding may share them.
-
-    ``cos``, ``sin`` [s, 1, head_dim] or [b, s, 1, head_dim]: along the last dimension ``cos`` is (cosines, cosines) of the pairs'
-    angles, and ``sin`` is (-sines, sines).
-    """
+    """The cosines and sines of some tokens' angles. Layers with the same rotary embedding may share them. [s, 1, head_dim] or
+    [b, s, 1, head_dim]: ``cos`` is (cosines, cosines) of the pairs' angles, ``sin`` is (-sines, sines)."""
 
     cos: Tensor
     sin: Tensor
@@ -85,11 +82,7 @@ def shares_turns(embedding: nn.Module | None) -> TypeGuard[RotaryEmbedding]:
 
 
 def turns_at(positions: Tensor, embedding: RotaryEmbedding, dtype: torch.dtype) -> Turns:
-    """Return the Turns of tokens at global positions, int [s] or [b s], for heads of ``dtype``.
-
-    They are float64 if ``dtype`` is float64, else float32, and contain the attention factor. Raise ValueError if ``positions``
-    are not an integer tensor.
-    """
+    """Return the Turns at global positions, int [s] or [b s], with the attention factor, in float32 (float64 if ``dtype`` is)."""
     if not isinstance(positions, Tensor):
         raise ValueError(f"positions must be a torch.Tensor, got {in_words(positions)}")
     if positions.dtype.is_floating_point or positions.dtype == torch.bool:

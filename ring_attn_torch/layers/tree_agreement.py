@@ -25,13 +25,8 @@ CALL = "RingTransformer with a tree"
 def agree_on_tree(
     ids: Tensor, key_extents: Any, positions: Any, longest: Any, layout: BalancedLayout | None, ring: LayerRing
 ) -> None:
-    """Raise ValueError on all ranks if the ranks' shards do not belong to the same prefix trees.
-
-    ``ids`` [batch, tokens], ``key_extents``, ``positions``, ``longest`` (longest_path), ``layout``: arguments of RingTransformer.
-    On a CPU compare the shards at every call. On other devices a comparison waits for the device, so compare only the first call
-    with a batch of this shape, and none during CUDA graph capture. Leave arguments of wrong shapes and dtypes to the layers,
-    which refuse them.
-    """
+    """Raise ValueError on all ranks if the ranks' shards do not belong to the same prefix trees. Only a CPU compares every call:
+    other devices compare the first of a batch's shape, because they wait for the device."""
     group, device, shape = ring_of(ring.group), ids.device.type, tuple(ids.shape)
     call = AgreedCall(CALL, device, (("ids_shape", shape),))
     if device != "cpu" and agreed(call, group):
