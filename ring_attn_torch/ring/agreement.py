@@ -38,10 +38,7 @@ _ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "NotImplemented
 
 
 class AgreedCall(NamedTuple):
-    """A call of a function other than ring_attention. All ranks must pass equal ``arguments`` (by name).
-
-    ``each_time``: compare the arguments at every call, and do not record the call, because its arguments rarely repeat.
-    """
+    """A call other than ring_attention, with ``arguments`` that all ranks share. ``each_time``: compare always, never record."""
 
     call: str
     device: str
@@ -54,12 +51,9 @@ class AgreedCall(NamedTuple):
 
 
 class _History:
-    """One rank's record of a process group: the number of calls, the problems agreed on, and the store keys to delete.
-
-    ``era``: a number that distinguishes the group from destroyed groups of the same name on the same store. ``written``: the
-    store keys of this rank's verdicts that are not deleted yet. ``checks``: how often ``check_every_call`` was entered.
-    ``checked``: the number of exchanges inside the current ``check_every_call``; None outside of ``check_every_call``.
-    """
+    """One rank's record of a process group: the number of calls, the problems agreed on, and the store keys to delete. ``era``
+    distinguishes the group from destroyed groups of its name. ``checks``: entries of ``check_every_call``; ``checked``: exchanges
+    inside the current one, or None."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.era = store_of(group).add(f"ring_attn/era/{rank_in(group)}", 1)
@@ -85,13 +79,10 @@ _histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
 
 
 def agree(problem: Problem | AgreedCall, group: Group, again: bool = False, value: Any = None) -> list[Any]:
-    """Check by an exchange of verdicts that all ranks of ``group`` run ``problem``. If not, raise the same error on all ranks.
-
-    Verdicts are exchanged if the problem is new, if it is an AgreedCall with ``each_time``, inside ``check_every_call``, or if
-    all ranks pass ``again``; never during the capture of a CUDA graph. Return each rank's ``value`` (JSON), by rank, or []
-    without an exchange. Raise the error of the lowest failing rank. If problems differ, raise a ValueError that names the
-    difference. If ranks do not come within the group's timeout, raise a RuntimeError that names them.
-    """
+    """Check by an exchange that all ranks of ``group`` run ``problem``, else raise the lowest failing rank's error on all.
+    Compare if the problem is new, ``each_time``, inside ``check_every_call`` or with ``again``; never during CUDA graph capture.
+    Return each rank's ``value`` (JSON), by rank, or [] without an exchange. Raise RuntimeError, which names them, if ranks do not
+    come within the group's timeout."""
     each_time = isinstance(problem, AgreedCall) and problem.each_time
     if group is None or ranks_of(group) == 1 or capturing(problem.device):
         if not each_time:
@@ -117,11 +108,8 @@ def refuse(error: Exception, group: Group) -> NoReturn:
 
 
 class same_error:
-    """A context manager that reports an exception of this rank, so that the other ranks raise it too.
-
-    The other ranks raise the exception in their next exchange, such as ``agree``. If several ranks fail, all raise the error of
-    the lowest failing rank. Under torch.compile nothing is reported. ``ring``: the process group or its name.
-    """
+    """A context manager that reports an exception of this rank, which the other ranks raise in their next exchange. If several
+    ranks fail, all raise the error of the lowest. Under torch.compile nothing is reported."""
 
     __slots__ = ("ring",)
 
@@ -136,10 +124,7 @@ class same_error:
 
 
 def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
-    """Run ``check``, then check that every rank of ``group`` makes the same ``call``. Raise errors as ``agree`` does.
-
-    Compare a call the first time; with ``each_time`` or inside ``check_every_call`` each time; under torch.compile never.
-    """
+    """Run ``check``, then compare ``call`` between the ranks if new; with ``each_time`` or ``check_every_call`` always."""
     with same_error(group):
         check()
     if not torch.compiler.is_compiling():
@@ -147,10 +132,7 @@ def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
 
 
 def agreed(problem: Problem | AgreedCall, group: Group) -> bool:
-    """Return True if the ranks have agreed on ``problem`` before, or if a CUDA graph is being captured, which permits no check.
-
-    In a ring of one rank a problem is agreed on after its first run. A call with ``each_time`` is never recorded as agreed on.
-    """
+    """Return True if the ranks have agreed on ``problem``, or if a CUDA graph is being captured, which permits no check."""
     if group is None or ranks_of(group) == 1:
         return problem in _checked_alone or capturing(problem.device)
     return capturing(problem.device) or (group in _histories and problem in _histories[group].agreed)
@@ -189,11 +171,8 @@ def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Ite
 
 
 def exchange(call: str | dict[str, Any], what: Any, group: dist.ProcessGroup, patience: timedelta | None = None) -> list[Any]:
-    """Gather ``what``, a JSON-serializable value, from all ranks through the group's store. Return the values by rank.
-
-    ``call``: the exchange's name, or a dict of this name (key "call") and other values; equal on all ranks. ``patience``: the
-    longest wait, None for the group's timeout. If a rank fails, makes another call or makes none, raise errors as ``agree`` does.
-    """
+    """Gather ``what``, a JSON value, from all ranks through the group's store, by rank. Raise errors as ``agree`` does. ``call``:
+    the exchange's name, or a dict with it under "call". ``patience``: the longest wait; None: the group's timeout."""
     history = history_of(group)
     patience = patience or timeout(group, dist.get_backend_config(group).split(":")[0])
     verdict = {"problem": {"call": call} if isinstance(call, str) else call, "value": what}
@@ -218,11 +197,8 @@ def history_of(group: dist.ProcessGroup) -> _History:
 def _exchange(
     verdict: dict[str, Any], call: str, group: dist.ProcessGroup, patience: timedelta, written: list[str]
 ) -> list[dict[str, Any] | None]:
-    """Write this rank's verdict to the store. Return the verdict of each rank, or None for a rank that did not write in time.
-
-    ``written``: the store keys of this rank's earlier verdicts. Delete these keys once all ranks have written new verdicts,
-    because each rank reads the earlier verdicts before it writes a new one. So the store keeps at most two verdicts per rank, if
-    no rank misses a call and the store can delete keys.
+    """Write this rank's verdict to the store. Return each rank's, or None for a rank that did not write in time. Once all have
+    written, delete this rank's ``written`` older keys, which each rank has read: the store keeps at most two verdicts per rank.
     """
     store = store_of(group)
     keys = [f"{call}/{rank}" for rank in range(ranks_of(group))]
@@ -246,11 +222,7 @@ def _plain(x: Any) -> Any:
 
 
 def _all_there(store: Any, keys: list[str], patience: timedelta) -> bool:
-    """Wait until the store has all ``keys``. Return False if ``patience`` ends first.
-
-    Poll the store; the pause between two polls is 0.1 ms plus an eighth of the time waited so far, at most LONGEST_NAP.
-    ``store.wait`` would block Ctrl-C and warn at every timeout.
-    """
+    """Poll until the store has all ``keys``; False if ``patience`` ends first. ``store.wait`` would block Ctrl-C and warn."""
     began = time.monotonic()
     for key in keys:
         while not store.check([key]):

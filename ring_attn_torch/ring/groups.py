@@ -32,11 +32,7 @@ def constant(function: F) -> F:
 
 @constant
 def group_name(group: Any) -> str:
-    """Return the name of the ring's process group, or "" for a ring of one rank without torch.distributed.
-
-    Raise ValueError if ``group`` is not a process group of this rank. Raise NotImplementedError if ``group`` is a mesh of several
-    axes.
-    """
+    """Return the name of the ring's process group, or "" for a ring of one rank without torch.distributed."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise NotImplementedError(
@@ -74,11 +70,7 @@ def ring_of(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
 
 
 def is_dtensor(x: Any) -> TypeGuard[DTensor]:
-    """Return True if ``x`` is a DTensor.
-
-    Look DTensor's module up in ``sys.modules``, because importing it takes a second. If nothing has imported it, no DTensor
-    exists.
-    """
+    """Return True if ``x`` is a DTensor. Its module takes a second to import; if nothing has imported it, no DTensor exists."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 

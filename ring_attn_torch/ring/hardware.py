@@ -28,10 +28,8 @@ def on_hardware(problem: Problem, device: torch.device, group: Group, may_exchan
     """Add rank 0's record of measured speeds to ``problem`` if strategy "auto" can use it, else return ``problem`` unchanged.
 
     The first call of a group is a collective: the ranks exchange rank 0's record, their host names, and the GPUs whose memory
-    they can copy. Later calls read the cached result. If ``may_exchange`` is False, as in a backward, or if a CUDA graph is being
-    captured, a call reads only the cache. A graph cannot contain "pull" and "push", so during capture the problem says that GPUs
-    do not reach each other's memory. During the exchange raise ValueError, the same on every rank, if rank 0 cannot read its
-    record, or if the problem is invalid or differs between ranks. Raise RuntimeError if a rank does not take part.
+    they can copy. Later calls, and those without ``may_exchange`` or during capture, read only the cache. A graph cannot
+    contain "pull" and "push", so during capture the problem says that GPUs do not reach each other's memory.
     """
     if group is None or problem.ranks == 1 or problem.device not in MEASURED or problem.options.strategy != "auto":
         return problem

@@ -60,12 +60,9 @@ LAST_WORDS = 10.0
 
 
 class Peers:
-    """The buffers of all ranks of a ring for one strategy. All ranks construct, use and replace them in the same calls.
-
-    ``keys``, ``gradients``: bytes of a slot for keys or gradients. ``key_slots``: slots for keys in a buffer. ``number``: number
-    of passes (forward or backward) begun, equal on all ranks. ``running``: True if a pass has begun and not ended. The main
-    stream is the caller's current stream; a second stream runs the copies to and from other ranks.
-    """
+    """The buffers of all ranks of a ring for one strategy. All ranks construct, use and replace them in the same calls. ``keys``,
+    ``gradients``: bytes of a slot. ``number``: passes begun, equal on all ranks. ``running``: a pass has not ended. The main
+    stream is the caller's current stream; a second stream runs the copies to and from other ranks."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, keys: int, gradients: int, key_slots: int) -> None:
         self.rank, self.ranks, self.device = rank_in(group), ranks_of(group), device
@@ -93,10 +90,7 @@ class Peers:
         weakref.finalize(self, watch.add, None)
 
     def begin(self) -> None:
-        """Begin a pass. Let the current stream wait for the previous pass, which may have run on another stream.
-
-        Raise RuntimeError if the previous pass failed: ranks could then wait forever for flags that the failed pass did not set.
-        """
+        """Begin a pass once the previous one ends. After a failed one raise RuntimeError, since its flags may never come."""
         if self.running:
             raise RuntimeError(
                 'strategy="pull" and "push" cannot go on after a call that ended with an error in the middle: make a new group'
@@ -110,10 +104,8 @@ class Peers:
             torch.cuda.current_stream(self.device).wait_event(self._ended)
 
     def end(self, what: str) -> None:
-        """Record the end of a pass. If the GPU does not reach it within the group's timeout, end this process with a message.
-
-        ``what``: the name of the pass in the message.
-        """
+        """Record the end of a pass. If the GPU misses the group's timeout, end this process with a message that names the pass
+        ``what``."""
         self.running = False
         self._ended = torch.cuda.current_stream(self.device).record_event()
         self._watch.add((self._ended, self.number, what))
@@ -123,10 +115,8 @@ class Peers:
         return self._handle.get_buffer(rank, (count,), torch.uint8, begin)
 
     def raise_flag(self, rank: int, kind: int, of: int, value: int, side: bool = False) -> None:
-        """Set a flag of ``rank`` to ``value`` once the main stream, or the second stream if ``side``, has done its earlier work.
-
-        ``kind``: such as BEGUN. ``of``: the rank that sets the flag; for the kinds GRADIENTS and KEYS the slot.
-        """
+        """Set a flag of ``rank`` to ``value`` once the main stream, or the second if ``side``, has done its earlier work. ``of``:
+        the rank that sets the flag; for the kinds GRADIENTS and KEYS the slot."""
         address = self._flags_at[rank] + 4 * self._flag(kind, of)
         driver.write_value(self._stream(side), address, value & 0xFFFFFFFF)
 
@@ -177,10 +167,7 @@ class Peers:
         return Keys(*arrays)
 
     def _view(self, rank: int, begin: int, like: Tensor) -> Tensor:
-        """Return the buffer of ``rank`` from byte ``begin`` on as a cached tensor with the shape and dtype of ``like``.
-
-        Calls inside and outside of inference mode can write to the tensor.
-        """
+        """Return the buffer of ``rank`` from byte ``begin`` as a cached tensor like ``like``, writable also in inference mode."""
         key = rank, begin, like.shape, like.dtype
         found = self._views.get(key)
         if found is None:
@@ -200,10 +187,7 @@ class Peers:
 
 
 class Watch(threading.Thread):
-    """A thread that ends the process if a pass takes longer than the group's timeout.
-
-    A stream that waits for the flag of a dead rank waits forever, and so does a host that waits for the stream.
-    """
+    """A thread that ends the process if a pass exceeds the group's timeout: a wait for a dead rank's flag never ends."""
 
     def __init__(self, peers: weakref.ref[Peers], patience: timedelta) -> None:
         super().__init__(daemon=True, name="ring_attn.peers")
@@ -212,10 +196,7 @@ class Watch(threading.Thread):
         self.start()
 
     def add(self, end: tuple[Any, int, str] | None) -> None:
-        """Watch the end of a pass.
-
-        ``end``: the CUDA event after the pass, the pass's number, and its name in the error message. None ends the thread.
-        """
+        """Watch the end of a pass: its CUDA event, the pass's number, and its name for the error. None ends the thread."""
         self._events.put(end)
 
     def run(self) -> None:
@@ -254,12 +235,8 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Peers]] = weakref.
 
 
 def peers_of(group: dist.ProcessGroup, strategy: str, keys: Keys, wide: torch.dtype) -> Peers:
-    """Return the group's buffers for a strategy. A slot fits ``keys``, or their gradients in the dtype ``wide``.
-
-    The first call for a group and strategy, and a call with larger keys, is a collective: the ranks allocate and map buffers.
-    Raise ValueError, the same on every rank, if the GPUs cannot read each other's memory. Raise NotImplementedError during CUDA
-    graph capture.
-    """
+    """Return the group's buffers for a strategy. A slot fits ``keys``, or their gradients in the dtype ``wide``. The first call
+    for a group and strategy, and a call with larger keys, is a collective that allocates and maps buffers."""
     if keys.kv.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             f'strategy="{strategy}" cannot be captured in a CUDA graph, because its flags take other values at every call: pass '

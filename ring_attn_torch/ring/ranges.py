@@ -19,10 +19,7 @@ NOT_PROFILED = nullcontext()
 
 
 class RingPass:
-    """A pass over a ring. ``name``: "forward" or "backward".
-
-    As a context manager it adds two facts to the message of a LostRank: the name of the pass, and the step.
-    """
+    """A pass over a ring, "forward" or "backward". As a context it adds the pass and the step to the message of a LostRank."""
 
     def __init__(self, ring: Ring, name: str) -> None:
         self._ring, self._name, self._number = ring, name, 0
@@ -35,10 +32,7 @@ class RingPass:
             error.args = (f"{place_name(self._ring.plan, self._number)}, {self._name}: {error}",)
 
     def steps(self, steps: Iterable[Step]) -> Iterator[Step]:
-        """Yield the ``steps`` and count them from 1. Profiler ranges (``named``) and LostRank errors name a step by this count.
-
-        If a rank is lost while this rank waits for the keys of a step, the error names that step.
-        """
+        """Yield the ``steps``, and count them from 1 for profiler ranges and LostRank errors, also while keys are awaited."""
         self._number = 1
         for step in steps:
             yield step

@@ -17,11 +17,8 @@ from .agreement import exchange
 
 
 class Reach(NamedTuple):
-    """The host and the GPU of a rank, and the other GPUs whose memory this GPU can copy. GPUs are given by their UUIDs.
-
-    ``index``: the number of the rank's GPU among the visible GPUs: those that the rank's process sees. ``reached``: the visible
-    GPUs whose memory the rank's GPU can copy, itself included. ``cut_off``: the visible GPUs whose memory it cannot copy.
-    """
+    """The host and the GPU of a rank, and the visible GPUs, by UUID, whose memory it can copy (with itself) or not. Visible are
+    those that the rank's process sees; ``index``: the number of the rank's GPU among them."""
 
     host: str
     gpu: str = ""

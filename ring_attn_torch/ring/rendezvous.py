@@ -23,10 +23,7 @@ from .transfer import lost
 
 
 def rendezvous(buffer: Tensor, group: dist.ProcessGroup, patience: timedelta) -> Any:
-    """Map the ``buffer`` of each rank into all ranks of the group, and return torch's handle of the buffers. All ranks call this.
-
-    Raise LostRank, with the awaited rank's name, if a rank does not come within ``patience``.
-    """
+    """Map each rank's ``buffer`` into all ranks, which all call this. Return torch's handle, or raise LostRank if one is late."""
     from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
 
     store = Renumbered(group, patience)
@@ -40,11 +37,8 @@ def rendezvous(buffer: Tensor, group: dist.ProcessGroup, patience: timedelta) ->
 
 
 class Renumbered(dist.Store):  # type: ignore[attr-defined]
-    """The group's store for one rendezvous. It renames a key "CUDASymmetricMemory/7/2" to ``name``/n/2.
-
-    Here 7 is PyTorch's number of the exchange, n the number of the exchange within the rendezvous, from 0, and 2 the rank. All
-    ranks construct a Renumbered in the same call. The keys are deleted in the next exchange of the ranks (``agreement.py``).
-    """
+    """The group's store for one rendezvous. It renames a key "CUDASymmetricMemory/7/2" to ``name``/n/2: 7 is PyTorch's number of
+    the exchange, n that within the rendezvous, from 0, and 2 the rank. ``agreement.py`` deletes the keys later."""
 
     def __init__(self, group: dist.ProcessGroup, patience: timedelta) -> None:
         super().__init__()

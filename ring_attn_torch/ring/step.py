@@ -62,19 +62,13 @@ class Step(Protocol):
         ...
 
     def arrived(self) -> Tensor | None:
-        """Return the gradients that came with ``keys``, summed over the ranks that ``keys`` have visited so far.
-
-        Return None if no gradients came with ``keys``. This is so at the first step of a ring, of a direction of "two_way", and
-        of an inner ring of "two_level". It is so at every step if each rank sends its gradients straight to the keys' owner.
-        """
+        """Return the gradients that came with ``keys``, summed over the ranks visited so far, or None. None came at the first
+        step of a ring or direction, or if each rank sends its gradients straight to the owner."""
         ...
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send ``dkv`` to the rank that gets ``keys`` next. After the last step, send ``dkv`` to the rank that owns ``keys``.
-
-        ``dkv``: the gradients of ``keys`` that ``arrived`` returned, if any, plus this rank's contribution. Some strategies,
-        such as "direct", send this rank's contribution to the owner after every step.
-        """
+        """Send ``dkv``, the sum of ``arrived`` and this rank's gradients, to the next rank of ``keys``; after the last step to
+        their owner. Some strategies, such as "direct", send this rank's contribution to the owner after every step."""
         ...
 
     def home(self) -> Gradients:
@@ -86,10 +80,7 @@ class Strategy(Protocol):
     """A way to move keys between ranks. It may also move queries before the first step, and results after the last step."""
 
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
-        """Return the queries, keys and score with which this rank computes its steps, moved between ranks if necessary.
-
-        ``queries``: q and other arrays [b s h ...] with a value for each query, such as out and lse.
-        """
+        """Return the queries (arrays [b s h ...]), keys and score with which this rank computes its steps, moved if necessary."""
         ...
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
@@ -103,8 +94,5 @@ class Strategy(Protocol):
     def collect_gradients(
         self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[Tensor, Gradients, Tensor | None]:
-        """Return the gradients of this rank's own q, keys and sinks (None without sinks).
-
-        ``dq``, ``dkv``, ``of_q.sinks``: the gradients of the q, keys and sinks that ``spread`` returned.
-        """
+        """Return the gradients of own q, keys and sinks (None without sinks), from those of what ``spread`` returned."""
         ...

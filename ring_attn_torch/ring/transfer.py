@@ -15,10 +15,7 @@ Arrays = tuple[Any, ...]
 
 
 class Transfer:
-    """A transfer in flight. ``wait`` returns the arriving arrays. After ``wait`` the memory of the sent arrays may be reused.
-
-    ``works``: the pending operations. ``awaited``: a function that names the awaited ranks for an error message.
-    """
+    """A transfer in flight. ``wait`` returns the arriving arrays; afterwards the memory of the sent ones may be reused."""
 
     def __init__(self, arriving: Arrays, sent: Arrays, awaited: Callable[[], str] = str, group: Group = None) -> None:
         self.works: list[Any] = []
@@ -44,10 +41,7 @@ class LostRank(RuntimeError):
 
 
 def lost(error: RuntimeError, awaited: str, group: Group) -> LostRank:
-    """Return the error of a failed transfer. It names the ``awaited`` ranks and the likely causes.
-
-    gloo's ``error`` names at most an address, not a rank. The new message quotes the first line of ``error`` at its end.
-    """
+    """Return the error of a failed transfer, which names the ``awaited`` ranks: gloo's ``error`` names at most an address."""
     said = str(error).strip().partition("\n")[0]
     return LostRank(
         f"rank {rank_in(group)} lost the ring while it waited for {awaited}: one of them has died, stopped, or raised an error "
@@ -74,10 +68,8 @@ def _named(rank: int, group: Group) -> str:
 
 
 def send(arrays: Arrays, hop: int, group: Group) -> Transfer:
-    """Send ``arrays`` to the rank ``hop`` ranks after this rank, and receive from the rank ``hop`` ranks before this rank.
-
-    All arrays that are not None travel in one batch. A hop of 0 sends nothing.
-    """
+    """Send ``arrays``, in one batch without None, to the rank ``hop`` ranks after this, and receive from ``hop`` before. 0 sends
+    nothing."""
     return send_inside(arrays, hop, ranks_of(group), group)
 
 
@@ -90,11 +82,8 @@ def send_inside(arrays: Arrays, hop: int, ranks: int, group: Group) -> Transfer:
 
 
 def swap(sent: Arrays, arriving: Arrays, hop: int, group: Group, ranks: int | None = None) -> Transfer:
-    """Send ``sent`` to the rank ``hop`` ranks after this rank. Receive ``arriving`` from the rank ``hop`` ranks before this rank.
-
-    All arrays are contiguous. ``arriving``: receive buffers with the shapes of the sender's arrays. ``ranks``: the number of
-    consecutive ranks that form a ring, if the group is divided into several rings. None: the whole group is one ring.
-    """
+    """Send ``sent`` to the rank ``hop`` ranks after this, and receive ``arriving`` from that ``hop`` before; all arrays are
+    contiguous. ``ranks``: the number of consecutive ranks that form a ring; None: the whole group."""
     ranks = ranks_of(group) if ranks is None else ranks
     rank = rank_in(group)
     place = rank % ranks
@@ -109,21 +98,15 @@ _connected: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def connect(group: Group, device: torch.device) -> None:
-    """Run one all-reduce over ``group``, once per group, to create its NCCL communicator.
-
-    NCCL creates a communicator at a group's first call, and all ranks must join that call. A batch of sends and receives between
-    only some ranks would therefore hang. gloo, the CPU backend, needs no communicator.
-    """
+    """Run one all-reduce over ``group``, once, to create its NCCL communicator. All ranks must join a group's first call: a batch
+    of sends and receives between only some would hang. gloo needs no communicator."""
     if group is not None and device.type != "cpu" and group not in _connected:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         _connected.add(group)
 
 
 def exchange(arrays: Arrays, first: int, group: Group) -> Transfer:
-    """Send ``x[i]`` of each array ``x`` [n ...] to rank ``first + i``, and receive index i of the result from that rank.
-
-    This is an all-to-all of the n ranks from ``first`` on. All of them must make the same call. A rank copies its own slice.
-    """
+    """Exchange ``x[i]`` of each array ``x`` [n ...] with rank ``first + i``. All n ranks from ``first`` on make the same call."""
     rank, sent = rank_in(group), _contiguous(arrays)
     arriving = _alike(sent)
     pairs = [(x, there) for x, there in zip(sent, arriving, strict=True) if x is not None and x.numel()]
@@ -140,11 +123,7 @@ def exchange(arrays: Arrays, first: int, group: Group) -> Transfer:
 
 
 def send_parts(sent: Arrays, counts: Sequence[int], arriving: Arrays, sizes: Sequence[int], group: Group) -> Transfer:
-    """Send the first ``counts[0]`` rows of each array to rank 0, the next ``counts[1]`` rows to rank 1, and so on.
-
-    ``arriving``: receive buffers. The first ``sizes[0]`` rows come from rank 0, the next ``sizes[1]`` rows from rank 1, and so
-    on. ``counts`` and ``sizes`` are 0 at the index of this rank.
-    """
+    """Send ``counts[i]`` rows of each array to rank i and receive ``sizes[i]`` rows from it, in order; both 0 for this rank."""
     meets = [peer for peer in range(len(counts)) if counts[peer] or sizes[peer]]
     transfer = Transfer(arriving, sent, lambda: _others(meets, group), group)
     try:

@@ -35,10 +35,7 @@ class Direct(OneWay):
         return queries, with_received(keys, ring.plan, ring.group) if isinstance(ring.plan, NeededPlan) else keys, score
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
-        """Yield a step on this rank's own keys, then for each further shift a step on the visible keys of ``rank - shift``.
-
-        In a balanced layout yield only one step, on the merged keys that ``spread`` returned.
-        """
+        """Yield a step on own keys, then for each shift one on visible keys of ``rank - shift``; if balanced one merged step."""
         if not ring.plan.hops:
             yield from super().circulate(keys, ring)
             return
@@ -53,10 +50,8 @@ class Direct(OneWay):
     def collect_gradients(
         self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[Tensor, Gradients, Tensor | None]:
-        """Return the gradients of this rank's own q, keys and sinks (None without sinks).
-
-        Only in a balanced layout ``dkv`` still has gradients of received keys: send them to the keys' owners, which add them.
-        """
+        """Return the gradients of own q, keys and sinks (None without sinks). A balanced ``dkv`` goes to the keys' owners, which
+        add it."""
         if isinstance(ring.plan, NeededPlan):
             assert isinstance(dkv, Tensor), "what travels is packed"
             dkv = gradients_home(dkv, ring.plan, ring.group)
@@ -80,10 +75,7 @@ class Slices:
 
 
 class OwnerStep:
-    """A ``Step`` whose gradients go straight to the owner of the keys. The owner adds the gradients in the order of its steps.
-
-    ``before``: the previous step, or None if this is the first step, on this rank's own keys.
-    """
+    """A ``Step`` whose gradients go straight to the keys' owner, which adds them in step order. ``before``: the previous step."""
 
     def __init__(self, keys: Keys, before: OwnerStep | None, ring: Ring, shift: int) -> None:
         self.keys, self.rows, self.last = keys, rows(ring, shift), shift == ring.plan.shifts[-1]
@@ -98,10 +90,8 @@ class OwnerStep:
         """Return None: no sum travels with the keys, because each rank sends its gradients straight to the keys' owner."""
 
     def send_home(self, dkv: Gradients) -> None:
-        """Start to send ``dkv`` to the keys' owner. Add the gradients received in the previous step to those of this rank's keys.
-
-        At the first step ``dkv`` has the gradients of this rank's own keys: keep it as the first summand, and send nothing.
-        """
+        """Start to send ``dkv`` to the keys' owner, and add the gradients received in the previous step to those of this rank's
+        keys. The first step, on own keys, sends nothing and keeps ``dkv`` as the first summand."""
         assert isinstance(dkv, Tensor), "what travels is packed"
         if self._before is None:
             self._total = dkv

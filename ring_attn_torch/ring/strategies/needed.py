@@ -24,10 +24,9 @@ from ..transfer import Arrays, send_parts
 class Places(NamedTuple):
     """Indices, int64 on the device, to select keys to send, to sort keys into the step's shard, and to return their gradients.
 
-    ``sent``: for each rank the indices, in this rank's shard, of the keys sent to that rank; empty for this rank. ``sizes``: the
-    number of keys that arrive from each rank. ``held``: the indices of this rank's own keys, without padding, in its shard; a
-    slice if the padding comes last. ``own``: the index in the step's shard of each key of ``held``. ``received``: the index in
-    the step's shard of each key that arrives, in order of the sending rank. ``capacity``: tokens in the step's shard.
+    ``sent``: by rank, indices in this rank's shard of the keys sent there. ``sizes``: how many arrive from each rank.
+    ``held``: indices of own keys without padding, a slice if it comes last. ``own``, ``received``: the indices in the step's
+    shard of ``held`` and of arriving keys, by sending rank. ``capacity``: tokens in the step's shard.
     """
 
     sent: tuple[Tensor, ...]
@@ -86,11 +85,8 @@ def _bytes(key_mask: Tensor | None) -> Tensor | None:
 
 
 def gradients_home(dkv: Tensor, plan: NeededPlan, group: Group) -> Tensor:
-    """Send gradients of received keys to the keys' owners. Return the gradients of this rank's own keys, summed over all ranks.
-
-    ``dkv``: the gradients of all keys of the step. The sum begins with this rank's contribution. The contributions of rank + 1,
-    rank + 2, ... follow in this order.
-    """
+    """Send gradients of received keys to their owners. Return those of own keys, summed over all ranks in order from this rank
+    on. ``dkv``: the gradients of all keys of the step."""
     if not plan.exchanges:
         return dkv
     ranks, rank = ranks_of(group), rank_in(group)

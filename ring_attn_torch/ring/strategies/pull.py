@@ -76,10 +76,7 @@ class PullPass:
             self.peers.raise_flag(rank, BEGUN, self.rank, self.number)
 
     def publish(self) -> None:
-        """Copy this rank's keys into its buffer, once all ranks have read the keys of the previous pass from it.
-
-        Then allocate the local slots, into which this rank copies other ranks' keys.
-        """
+        """Copy own keys into this rank's buffer, once all ranks have read the previous pass's. Then allocate the local slots."""
         peers = self.peers
         for rank, number in enumerate(peers.read_in):
             if number:

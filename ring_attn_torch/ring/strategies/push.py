@@ -56,10 +56,7 @@ class PushPass(PullPass):
         return self.peers.key_slot(self.rank, i % self.slots, self.own)
 
     def release(self, i: int) -> None:
-        """Signal that step ``i`` is computed, so that the slot of its keys may be filled again.
-
-        The signal goes to the rank that fills this slot next. If no later step uses the slot, nothing is sent.
-        """
+        """Signal to the rank that fills the slot of step ``i`` next, if any, that the step is computed."""
         following = i + self.slots
         if following < len(self.shifts):
             self.peers.raise_flag(self.owner(following), KEY_ROOM, self.rank, self.value(i))

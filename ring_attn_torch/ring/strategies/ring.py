@@ -75,10 +75,7 @@ class LocalStep:
 
 
 class RingStep:
-    """A ``Step`` on the keys that started on rank ``rank - shift`` (modulo the number of ranks).
-
-    The constructor starts to send the keys to rank ``rank + hop``. If ``hop`` is 0, as at the last step, it sends nothing.
-    """
+    """A ``Step`` on the keys of ``rank - shift``. The constructor starts to send them to ``rank + hop``, unless ``hop`` is 0."""
 
     def __init__(self, keys: Keys, travelling: Transfer | None, ring: Ring, shift: int, hop: int) -> None:
         self.keys, self.shift = keys, shift
@@ -114,8 +111,5 @@ class RingStep:
 
 
 def rows(ring: Ring, shift: int) -> Rows:
-    """Return a ``Row`` (``runs.py`` of the core) for each pair of a query run of this rank and a key run of rank - ``shift``.
-
-    The result is a tuple of tuples, [q_runs][k_runs].
-    """
+    """Return a ``Row`` [q_runs][k_runs] for each pair of a query run of this rank and a key run of rank - ``shift``."""
     return ring.plan.rows(rank_in(ring.group), shift)

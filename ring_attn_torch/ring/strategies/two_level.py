@@ -51,11 +51,8 @@ def plan_of(ring: Ring) -> TwoLevelPlan:
 
 
 class HostSums:
-    """The gradients of the keys that visit this rank's host, summed over the hosts that these keys have visited.
-
-    ``left``: the last step of the previous inner ring, with gradients that ``add`` has not yet added to the sum; None without
-    such a step. ``crossing``: the number of hosts by which ``add`` sends the sum onward.
-    """
+    """The gradients of the keys that visit this rank's host, summed over the hosts visited. ``left``: the last step of the
+    previous inner ring, not yet added, or None. ``crossing``: the hosts by which ``add`` sends the sum onward."""
 
     def __init__(self, ring: Ring) -> None:
         self._ranks, self._group = plan_of(ring).host_ranks, ring.group
@@ -87,10 +84,7 @@ class HostSums:
 
 
 class TwoLevelStep(RingStep):
-    """A ``Step`` of an inner ring. ``before``: the previous step of this inner ring.
-
-    The constructor starts to send the keys onward inside the host, except in the inner ring's last step.
-    """
+    """A ``Step`` of an inner ring after ``before``. Unless it is the last, the constructor starts to send the keys onward."""
 
     def __init__(
         self, keys: Keys, before: TwoLevelStep | None, ring: Ring, inner_ring: InnerRing, number: int, sums: HostSums
@@ -106,11 +100,8 @@ class TwoLevelStep(RingStep):
         self._onward, self._inside, self._sums = hop or -inner[number] % plan.host_ranks, inside, sums
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send ``dkv`` to the next rank of the inner ring, or in the last step to the rank at which the keys entered the host.
-
-        In every inner ring but the first, the first step also adds the gradients of the previous inner ring to the sum over
-        hosts, and sends this sum onward by ``HostSums.crossing`` hosts.
-        """
+        """Send ``dkv`` to the next rank of the inner ring, in the last step to the rank at which the keys entered the host. The
+        first step of later inner rings also adds the previous one's gradients to the sum over hosts, and sends it onward."""
         self.travelling = self._inside((dkv,), self._onward)
         self._sums.add()
 

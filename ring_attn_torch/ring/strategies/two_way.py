@@ -41,10 +41,7 @@ class TwoWay(OneWay):
 
 
 class Way:
-    """The keys that travel in one direction. They visit the ranks ``owner + shift``, for each of the ``shifts`` in turn.
-
-    ``owner + shift`` is taken modulo the number of ranks. ``step``: the latest step of this direction.
-    """
+    """The keys that travel in one direction, to the ranks ``owner + shift`` for each of ``shifts``. ``step``: the latest step."""
 
     def __init__(self, keys: Keys, shifts: tuple[int, ...], ring: Ring) -> None:
         self.visits, self._ring = len(shifts), ring
@@ -58,11 +55,7 @@ class Way:
 
 
 class TwoWayStep(RingStep):
-    """A ``Step`` on keys that travel in one of the directions, or on this rank's own keys.
-
-    ``parts``: the steps from which ``home`` adds gradients: the step on this rank's own keys, and the last step of each
-    direction. Only the last step of the pass has ``parts``; in other steps it is empty.
-    """
+    """A ``Step`` on own keys or those of a direction. ``parts``: in the pass's last step, the steps that ``home`` adds up."""
 
     def __init__(self, keys: Keys, travelling: Transfer | None, ring: Ring, shift: int, hop: int) -> None:
         super().__init__(keys, travelling, ring, shift, hop)
@@ -70,10 +63,7 @@ class TwoWayStep(RingStep):
         self.parts: Sequence[RingStep] = ()
 
     def home(self) -> Gradients:
-        """Return the gradients of this rank's own keys.
-
-        Add, in this order: the rank's own contribution, the sum from the first direction, and the sum from the second, if any.
-        """
+        """Return the gradients of own keys, added in this order: own contribution, first direction, second direction, if any."""
         own, *others = (RingStep.home(part) for part in self.parts)
         return reduce(Tensor.add_, others, own)  # type: ignore[arg-type]
 

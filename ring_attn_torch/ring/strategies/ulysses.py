@@ -51,11 +51,9 @@ class HeadExchange(OneWay):
     def collect_gradients(
         self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[Tensor, Gradients, Tensor | None]:
-        """Return dq and dkv of this rank's own tokens for all heads, and dsinks [heads], with zeros for other ranks' heads.
-
-        Send dq in q's dtype. Send dkv in q's dtype too, unless several ranks of the group use the same key head. In that case the
-        head's gradients are added after the transfer, so send dkv in at least float32.
-        """
+        """Return dq and dkv of this rank's own tokens for all heads, and dsinks [heads], with zeros for other ranks' heads. All
+        travel in q's dtype, but dkv in at least float32 if several ranks use the same key head, whose gradients are added
+        afterwards."""
         assert isinstance(dkv, Tensor), "what travels is packed"
         (head_split, place), dtype = _head_split_of(ring), of_q.q.dtype
         dq, dkv = _collected((dq.to(dtype), dkv.to(dtype) if head_split.copies == 1 else dkv), ring)
@@ -77,10 +75,7 @@ def _head_split_of(ring: Ring) -> tuple[HeadSplit, int]:
 
 
 def _shared(score: Score, extents: Tensor | None, head_split: HeadSplit, place: int) -> Score:
-    """Return ``score`` for this rank's heads, with ``extents`` (of all queries of the group, [b ranks*s 2], or None).
-
-    ``place``: this rank's index in its group.
-    """
+    """Return ``score`` for the heads of the rank at ``place``, with ``extents`` [b ranks*s 2] of all queries, or None."""
     first = place * head_split.q_local
     of_heads = lambda x: None if x is None else x[first : first + head_split.q_local]
     seed = score.dropout_seed
