@@ -27,10 +27,7 @@ SHARDS = "DCP_SHARDING_INFO"
 
 
 def tensors_of(model: nn.Module, rank: int) -> dict[str, Any]:
-    """Return the model's tensors as ``model.NAME``, and this rank's random generator states as ``rng.RANK.DEVICE``.
-
-    The model's tensors are not copied. DEVICE: ``cpu``, and ``cuda`` for the current GPU.
-    """
+    """Return the model's tensors, not copied, as ``model.NAME``, and this rank's generator states as ``rng.RANK.DEVICE``."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     named((inside(model, name), x) for name, x in (*model.named_parameters(), *model.named_buffers()))  # no name twice
@@ -53,10 +50,7 @@ def kinds_of(tensors: dict[str, Any]) -> Kinds:
 
 
 def copied(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Copy tensors and DTensors to host memory.
-
-    The CPU is made the default device for the copy, because torch's stager allocates on the default device.
-    """
+    """Copy tensors and DTensors to the host. torch's stager allocates on the default device, so the CPU is made the default."""
     from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
     with torch.device("cpu"):
@@ -64,11 +58,8 @@ def copied(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def write(folder: Path, tensors: dict[str, Any], commit: Callable[[dict[str, Any]], None], group: Group) -> None:
-    """Write this rank's shards of ``tensors`` into ``folder``.
-
-    The first rank then calls ``commit`` with the size and digest of each file. Every rank of ``group`` must call ``write``. If a
-    rank fails, all ranks raise the same error.
-    """
+    """Write this rank's shards of ``tensors`` into ``folder``; the first rank then calls ``commit`` with each file's size and
+    digest. Every rank of ``group`` must call ``write``. If a rank fails, all ranks raise the same error."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
     from torch.futures import Future
@@ -93,11 +84,8 @@ def write(folder: Path, tensors: dict[str, Any], commit: Callable[[dict[str, Any
 
 
 def stored_kinds(where: Path, run: dict[str, Any], rank: int, ranks: int) -> Kinds:
-    """Map the name of each tensor in the folder ``where`` to (dtype, shape). Raise ValueError if a file is damaged.
-
-    ``run``: the content of the checkpoint's ``run.json``. Each rank compares all file sizes with it, and the digests of some of
-    the files; together the ``ranks`` ranks compare all digests.
-    """
+    """Map the name of each tensor in the folder ``where`` to (dtype, shape). Raise ValueError if a file is damaged. Each rank
+    compares all file sizes with ``run`` (the checkpoint's run.json); together the ``ranks`` ranks compare all digests."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     for file in where.glob("*.safetensors"):
@@ -112,10 +100,7 @@ def stored_kinds(where: Path, run: dict[str, Any], rank: int, ranks: int) -> Kin
 
 
 def read(where: Path, places: dict[str, Any], group: Group) -> None:
-    """Read tensors of the folder ``where`` into the tensors of the same names in ``places``, on all ranks of ``group``.
-
-    If reading fails on any rank, raise OSError on all ranks. A KeyboardInterrupt or SystemExit is raised unchanged.
-    """
+    """Read tensors of the folder ``where`` into those of their names in ``places``. If a rank fails, all raise OSError."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -129,10 +114,8 @@ def read(where: Path, places: dict[str, Any], group: Group) -> None:
 
 
 def failed(step: int, error: BaseException) -> BaseException:
-    """Return the error to raise because the save of step ``step`` failed with ``error``.
-
-    It is an OSError that quotes the error of the lowest failed rank. KeyboardInterrupt and SystemExit are returned unchanged.
-    """
+    """Return the error to raise after a failed save: an OSError that quotes the lowest failed rank's; interrupts are returned
+    unchanged."""
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return error
     rank, first = reason(error)

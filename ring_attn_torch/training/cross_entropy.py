@@ -25,10 +25,8 @@ from ring_attn_core.model.chunks import even_chunk
 
 
 class Labels(NamedTuple):
-    """The int64 ``labels`` [n] of tokens, the ``ignored`` label, and the maximum number of tokens in a ``chunk``.
-
-    ``weights`` [n], in at least float32: the factor of each token's cross-entropy, 0 at ignored labels. None means 1 for all.
-    """
+    """The int64 ``labels`` [n] of tokens, the ``ignored`` label, and the maximum number of tokens in a ``chunk``. ``weights``
+    [n], in at least float32: the factor of each token's cross-entropy, 0 at ignored labels. None means 1 for all."""
 
     labels: Tensor
     ignored: int
@@ -56,9 +54,7 @@ def sum_of_logits(logits: Tensor, labels: Labels) -> Tensor:
 
 def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Tensor:
     """Return the weighted sum of the cross-entropies of the logits ``hidden head^T``, from hidden [n dim] and head [vocab dim].
-
-    Matrix products take inputs in hidden's dtype. Under autocast, float32 hidden states are first cast to autocast's dtype. The
-    softmax and all sums over tokens, such as the head's gradient, are in at least float32.
+    Products take hidden's (or autocast's) dtype; softmax and sums over tokens, such as the head's gradient, are at least float32.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype == torch.float32:
@@ -71,11 +67,8 @@ def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Tensor:
 
 
 def one_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Decorate the backward of an autograd Function, so that a second derivative raises RuntimeError.
-
-    PyTorch's ``once_differentiable`` raises only if an incoming gradient requires a gradient. Otherwise it returns gradients that
-    autograd takes for constants, and a gradient penalty silently has no effect.
-    """
+    """Make a second derivative of an autograd Function with this backward raise RuntimeError. PyTorch's ``once_differentiable``
+    raises only if an incoming gradient requires one; otherwise a gradient penalty silently has no effect."""
 
     @wraps(backward)
     def checked(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
@@ -90,10 +83,7 @@ def one_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tu
 
 
 class _Last(torch.autograd.Function):
-    """The identity on a gradient ``x``. Autograd records the result as a function of ``x`` and ``inputs``.
-
-    A second derivative runs the backward of this function, which raises RuntimeError.
-    """
+    """The identity on a gradient ``x``, recorded as a function of ``x`` and ``inputs``, whose backward raises RuntimeError."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *inputs: Tensor) -> Tensor:
@@ -136,10 +126,8 @@ class _SumOfLogits(torch.autograd.Function):
 
 class _SumOfHidden(torch.autograd.Function):
     """The autograd function of ``sum_of_hidden``. The forward computes the gradients per chunk, and the backward scales them.
-
-    ``rest``: the labels' weights or None, an empty slice of hidden, and an empty slice of head. ``one_derivative`` needs saved
-    tensors that depend on hidden and head. Empty slices are enough; saving hidden would keep it in memory until the backward.
-    """
+    ``rest``: the labels' weights or None, then empty slices of hidden and head, on which ``one_derivative`` needs saved tensors
+    to depend."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, ignored: int, chunk: int, *rest: Tensor | None) -> Tensor:
@@ -208,10 +196,7 @@ def strange_labels(labels: Tensor, ignored: int, vocab: int) -> Tensor:
 
 
 def _minus_one_hot(p: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """Subtract 1 from ``p`` [n vocab] at each label, in place.
-
-    A row becomes 0 if its label is ignored, and NaN if its label is outside the vocabulary.
-    """
+    """Subtract 1 from ``p`` [n vocab] at each label, in place. An ignored label's row becomes 0, an invalid label's NaN."""
     wrong = strange_labels(labels, ignored, p.shape[-1])[:, None]
     left_out = (labels == ignored)[:, None] | wrong
     p.masked_fill_(left_out, 0).masked_fill_(wrong, torch.nan)

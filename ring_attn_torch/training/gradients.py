@@ -94,21 +94,16 @@ def _versions(gradient: Tensor) -> tuple[int, int]:
 
 
 def _placed(gradient: Tensor, p: nn.Parameter) -> Tensor:
-    """Return the gradient redistributed to the placements of its parameter.
-
-    For example, under tensor parallelism each rank holds the whole weight of a norm of heads, but a partial sum of its gradient.
-    """
+    """Return the gradient in its parameter's placements: tensor parallelism holds a norm of heads whole, but its gradient as
+    partial sums."""
     if is_dtensor(p) and is_dtensor(gradient) and gradient.placements != p.placements:
         return gradient.redistribute(placements=p.placements)
     return gradient
 
 
 def _all_reduce(gradients: list[Tensor], missing: list[bool], ring: Group) -> list[bool]:
-    """Replace each tensor by its sum over the ranks. Return for each whether it is ``missing`` on all ranks.
-
-    One all-reduce of the flattened tensors also counts the ranks on which each gradient is missing. Only a rank on which one is
-    missing reads the counts, which waits for the device.
-    """
+    """Replace each tensor by its sum over the ranks. Return for each whether it is ``missing`` on all ranks. One all-reduce also
+    counts the ranks that miss each gradient. Only such a rank reads the counts, which waits for the device."""
     dtype = reduce(torch.promote_types, (x.dtype for x in gradients), torch.float32)
     counts = torch.zeros(len(missing), dtype=dtype, device=gradients[0].device)
     if any(missing):
@@ -122,12 +117,7 @@ def _all_reduce(gradients: list[Tensor], missing: list[bool], ring: Group) -> li
 
 
 def _is_summed(name: str, p: nn.Parameter, by_fsdp: GradientReduction | None, ring: Group) -> bool:
-    """Return True if the gradient of ``p`` needs no sum over the ring: FSDP has summed it, or the ring has one rank.
-
-    ``by_fsdp``: FSDP's reduction of the gradient, or None. Raise ValueError if FSDP has summed the gradient over several ranks
-    of the ring but not all, or over several ranks of the ring and also ranks outside it. Raise it too if several ranks of the
-    ring hold copies or shards of ``p`` for the same tokens, as in tensor parallelism.
-    """
+    """Return True if the gradient of ``p`` needs no sum over the ring: FSDP has summed it, or the ring has one rank."""
     if p.grad is not None and p.grad.layout != torch.strided:
         raise ValueError(f"the gradient of {name} is sparse: make the module with sparse=False")
     if ranks_of(ring) == 1:

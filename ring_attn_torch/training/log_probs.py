@@ -65,11 +65,7 @@ def token_log_probs(
 
 
 class _Values(torch.autograd.Function):
-    """The autograd function of ``token_log_probs``.
-
-    The backward recomputes the logits from the saved input and head. From the logits and the saved log-sum-exp it recomputes the
-    probabilities.
-    """
+    """The autograd function of ``token_log_probs``. The backward recomputes logits and, by the saved lse, probabilities."""
 
     @staticmethod
     def forward(
@@ -107,10 +103,8 @@ class _Values(torch.autograd.Function):
 def _values(
     x: Tensor, head: Tensor | None, of: Labels, entropy: bool, temperature: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return (log-probability, entropy or None, log-sum-exp) of each token [n], in at least float32.
-
-    ``x``: hidden states [n dim] if ``head`` is passed, else logits [n vocab].
-    """
+    """Return (log-probability, entropy or None, log-sum-exp) of each token [n], in at least float32. ``x``: hidden states [n dim]
+    if ``head`` is passed, else logits [n vocab]."""
     dtype, weight = torch.promote_types(x.dtype, torch.float32), None if head is None else head.to(x.dtype)
     logp, lse = (x.new_empty(x.shape[0], dtype=dtype) for _ in range(2))
     h = torch.empty_like(lse) if entropy else None
@@ -132,20 +126,14 @@ def _values(
 def _logits(
     x: Tensor, weight: Tensor | None, labels: Tensor, ignored: int, dtype: torch.dtype, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return (copy of ``x`` with 0 in the rows of ignored labels, its logits [n vocab] over ``temperature`` in ``dtype``).
-
-    ``x``: hidden states [n dim] if ``weight`` [vocab dim] is passed, else logits [n vocab]. In ``x`` the rows of ignored labels
-    may be NaN.
-    """
+    """Return (copy of ``x`` with 0 in the rows of ignored labels, which may be NaN, its logits [n vocab] over ``temperature``).
+    ``x``: hidden states [n dim] if ``weight`` [vocab dim] is passed, else logits [n vocab]."""
     x = x.masked_fill((labels == ignored)[:, None], 0)
     return x, (x.to(dtype) if weight is None else _product(x, weight.t(), dtype)).div_(temperature)
 
 
 def _plus_at_labels(dlogits: Tensor, dlogp: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """Add ``dlogp`` [n] to ``dlogits`` [n vocab] at each label, in place.
-
-    A row becomes 0 if its label is ignored, and NaN if its label is outside the vocabulary.
-    """
+    """Add ``dlogp`` [n] to ``dlogits`` [n vocab] at labels, in place. An ignored label's row becomes 0, an invalid one's NaN."""
     wrong = strange_labels(labels, ignored, dlogits.shape[-1])
     left_out = (labels == ignored) | wrong
     dlogits.masked_fill_(left_out[:, None], 0).masked_fill_(wrong[:, None], torch.nan)

@@ -35,12 +35,8 @@ class Adapter(nn.Module):
 
 
 def add_adapters(model: RingTransformer, lora: LoRA, first: Mapping[str, tuple[Any, Any]]) -> None:
-    """Freeze the weights of ``model``, and add an adapter to each linear map that is named in ``first``.
-
-    ``first``: the initial NumPy arrays (a [rank, in], b [out, rank]) by the name of the linear map, such as
-    ``blocks.0.attention.q``. Adapters are in at least float32, whatever the dtype of the weights. Call this function before FSDP
-    shards the model.
-    """
+    """Freeze ``model``, and add an adapter to each linear map named in ``first``, with its arrays (a [rank, in], b [out, rank]).
+    Adapters are in at least float32. Call this function before FSDP shards the model."""
     model.requires_grad_(False)
     for name, arrays in first.items():
         linear = model.get_submodule(name)
@@ -61,11 +57,8 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def save_adapters(model: nn.Module, lora: LoRA, folder: str | Path, base: str | None, group: Group) -> None:
-    """Save the adapters in ``folder`` in the format of peft. Each rank of ``group`` must call it; rank 0 writes.
-
-    ``base``: the folder or name of the base model, or None. Raise ValueError if ``folder`` holds files other than adapters
-    or weights, and OSError if it cannot be written. The error is the same on every rank.
-    """
+    """Save the adapters in ``folder`` in the format of peft. Each rank of ``group`` must call it; rank 0 writes. ``base``: the
+    folder or name of the base model, or None."""
     from safetensors.torch import save_file
 
     with torch.no_grad():

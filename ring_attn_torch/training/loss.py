@@ -90,12 +90,9 @@ def labels_of(labels: Tensor, ignore_index: int, chunk: int, weights: Tensor | N
 def over_ranks(part: Tensor, labels: Labels, ring: Group, reduction: str, vocab: int | None = None) -> Tensor:
     """Return the weighted mean (or sum) of the cross-entropies over the labels of all ranks of ``ring``.
 
-    ``part``: the sum over this rank's labels, 0-d, with a gradient. ``vocab``: the number of ids; None leaves labels unchecked.
-
-    An invalid label is outside the vocabulary; an invalid weight of a mean is negative or not finite. One all-reduce sums the
-    loss and the counts of invalid labels and weights. If a count is not 0, every rank raises ValueError on CPUs with ``vocab``.
-    The loss and its gradient become NaN instead in three cases: without ``vocab``, under torch.compile, and on GPUs, where
-    reading the counts would synchronize.
+    ``part``: the sum over this rank's labels, 0-d, with a gradient. One all-reduce also counts labels outside ``vocab`` and,
+    for a mean, weights that are negative or not finite. If a count is not 0, every rank raises ValueError on CPUs; without
+    ``vocab``, under torch.compile, and on GPUs, where reading the counts would synchronize, loss and gradient become NaN.
     """
     strange = part.new_zeros(()) if vocab is None else strange_labels(labels.labels, labels.ignored, vocab).sum()
     wrong = _wrong_weights(labels, reduction).sum()
@@ -121,11 +118,8 @@ def _wrong_weights(labels: Labels, reduction: str) -> Tensor:
 
 
 def _wrong(labels: Labels, ring: Group, vocab: int, reduction: str) -> ValueError:
-    """Return the same error on every rank: it names an invalid label or weight, and the rank that has it.
-
-    An invalid label is outside the vocabulary. An invalid weight is negative or not finite; only a mean checks weights. Every
-    rank must call ``_wrong``, because the ranks exchange what they found.
-    """
+    """Return the same error on every rank, which names an invalid label or weight and its rank. Every rank must call ``_wrong``,
+    because the ranks exchange what they found."""
     strange = labels.labels[strange_labels(labels.labels, labels.ignored, vocab)][:1].tolist()
     wrong = [] if labels.weights is None else labels.weights[_wrong_weights(labels, reduction).expand_as(labels.weights)]
     mine = [strange, [str(float(x)) for x in wrong[:1]]]

@@ -100,29 +100,19 @@ def kinds(states: States) -> StateKinds:
 
 
 def absent(everybody: Iterable[StateKinds]) -> dict[str, list[str]]:
-    """Return for each rank (a str) the names of the parameters that have states on other ranks only.
-
-    ``everybody``: each rank's ``kinds``, in rank order.
-    """
+    """Return for each rank (a str) the names of the parameters that have states on other ranks only."""
     ranks = list(everybody)
     return {str(rank): [name for name in union(ranks) if name not in each] for rank, each in enumerate(ranks)}
 
 
 def union(everybody: list[StateKinds]) -> StateKinds:
-    """Return the kinds of each parameter's states, taken from the lowest rank on which the parameter has states.
-
-    ``everybody``: each rank's ``kinds``, in rank order. Further states of the parameter on higher ranks are left out.
-    """
+    """Return the kinds of each parameter's states on the lowest rank that has any. ``everybody``: ``kinds`` in rank order."""
     return {name: states for each in reversed(everybody) for name, states in each.items()}
 
 
 def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: States, wanted: StateKinds) -> States:
-    """Return this rank's states, with zeros added for each DTensor parameter that has states on other ranks only.
-
-    A checkpoint needs the shards of all ranks to assemble a state, so zeros take the place of missing shards. States that are
-    plain tensors, such as the count ``step`` or NAdam's ``mu_product``, need no zeros: they are replicas, and one rank's replica
-    is enough. ``wanted``: the result of ``union``.
-    """
+    """Return this rank's states, with zeros added for each DTensor parameter that has states on other ranks only. A checkpoint
+    needs all ranks' shards. Plain tensors, such as ``step`` or NAdam's ``mu_product``, are replicas, and one rank's is enough."""
     named = parameters_by_name(model, optimizer)
     added = {}
     for name, of_states in wanted.items():
@@ -134,10 +124,7 @@ def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: Stat
 
 def places_for(model: nn.Module, optimizer: torch.optim.Optimizer, held: dict[str, set[str]]) -> States:
     """Return tensors into which a checkpoint's states can be loaded: the optimizer's own, or new tensors outside the optimizer.
-
-    ``held``: the names of each parameter's states in the checkpoint. If the parameter's states in the optimizer do not have these
-    names, a copy of the optimizer creates new states by a step on a copy of the parameter. Parameters that the optimizer does not
-    have are skipped. Model, optimizer and torch's random generators stay unchanged.
+    New ones, if the states' names differ from ``held``, come from a step of a copy of the optimizer on a copy of the parameter.
     """
     named = parameters_by_name(model, optimizer)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
@@ -169,10 +156,7 @@ def class_of(optimizer: torch.optim.Optimizer | None) -> str | None:
 
 
 def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings, such as lr, of each parameter group as JSON values, with the names of its parameters.
-
-    Raise ValueError, naming the setting, if JSON cannot hold it exactly.
-    """
+    """Return each parameter group's settings, such as lr, as JSON values, with the names of its parameters."""
     names = {p: name for name, p in parameters_by_name(model, optimizer).items()}
     plain = lambda number, group: {
         name: sorted(names.get(p, "") for p in x) if name == "params" else _plain(f"{name} of group {number}", x)
@@ -182,11 +166,9 @@ def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[s
 
 
 def check_optimizer(where: Path, run: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if ``run``, read from the file ``where``, has no optimizer or one that differs from ``optimizer``.
-
-    The check compares the class, the parameters of each group, and the type of each setting in ``run``, such as lr. It does not
-    compare the settings' values. Checkpoints of earlier versions lack the class, and hold only each group's number of parameters.
-    """
+    """Raise ValueError if ``run``, read from the file ``where``, has no optimizer or one that differs from ``optimizer``. Compare
+    the class, the parameters of each group, and the types, not values, of settings. Checkpoints of earlier versions lack the
+    class, and hold only each group's number of parameters."""
     found, kind = run.get("optimizer"), run.get("optimizer_class")
     if found is None:
         raise ValueError(f"{where} was saved without an optimizer: resume without one")
@@ -221,10 +203,7 @@ def set_groups(optimizer: torch.optim.Optimizer, found: list[dict[str, Any]]) ->
 
 
 def _plain(name: str, x: Any) -> Any:
-    """Return a setting as a JSON value: a tensor of one number as that number, a tuple as a list.
-
-    Raise ValueError if JSON cannot hold the value exactly.
-    """
+    """Return a setting as a JSON value: a tensor of one number as that number, a tuple as a list."""
     if isinstance(x, Tensor) and x.numel() == 1:
         x = x.item()
     if isinstance(x, list | tuple):
@@ -241,11 +220,7 @@ def _plain(name: str, x: Any) -> Any:
 
 
 def _restored(own: Any, x: Any) -> Any:
-    """Return the new value of an optimizer's setting, from its value ``own`` in the optimizer and ``x`` in the checkpoint.
-
-    If ``own`` is a tensor, fill it with ``x`` in place, and return it. A JSON list, such as betas, becomes a tuple
-    unless ``own`` is a list.
-    """
+    """Return the checkpoint's value ``x`` in the type of ``own``: a tensor, filled in place; a tuple unless ``own`` is a list."""
     if isinstance(own, Tensor):
         return own.fill_(x)
     if not isinstance(x, list) or isinstance(own, list):
@@ -254,12 +229,8 @@ def _restored(own: Any, x: Any) -> Any:
 
 
 def _alike(mine: Any, theirs: Any) -> bool:
-    """Return True if a setting has a value of the same type in a checkpoint (``theirs``) and in the optimizer (``mine``).
-
-    The types are number, bool, text and list. Two lists are alike if they have equal lengths, and each element of ``theirs`` is
-    None or of the type of the element of ``mine`` with the same index. If ``mine`` is a bool, ``theirs`` may also be None. If
-    ``mine`` is None or of another type, ``theirs`` may be anything.
-    """
+    """Return True if a setting is of the same type (number, bool, text, list) in a checkpoint and in the optimizer. ``theirs``
+    may be None for a bool or in a list, and anything if ``mine`` is None or of another type."""
     if isinstance(mine, list | tuple):
         same = isinstance(theirs, list) and len(theirs) == len(mine)
         return same and all(x is None or _alike(own, x) for own, x in zip(mine, theirs, strict=True))

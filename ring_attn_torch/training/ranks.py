@@ -73,10 +73,7 @@ def check_ranks(what: Any, group: dist.ProcessGroup | DeviceMesh | None = None) 
 
 
 def _entries(what: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, tensor or value) of each entry in ``what``. ``name``: the prefix of the dotted names.
-
-    Raise ValueError if a value cannot be compared.
-    """
+    """Yield (dotted name, tensor or value) of each entry in ``what``. ``name``: the prefix of the dotted names."""
     if isinstance(what, nn.Module):
         inside: Any = [*what.named_parameters(), *what.named_buffers()]
     elif isinstance(what, Mapping):
@@ -105,10 +102,8 @@ def _check(name: str, x: Any) -> None:
 
 
 def _replica(owner: tuple[str, int], x: Any) -> Replica:
-    """Return the record of this rank's ``x``: its kind, and its value as text or, if it is a tensor, a digest of its bytes.
-
-    ``owner``: this rank, as ("rank", index). A DTensor's digest is that of its local shard.
-    """
+    """Return the record of this rank's ``x``: its kind, and its value as text, or a digest of its bytes if it is a tensor.
+    ``owner``: this rank, as ("rank", index). A DTensor's digest is that of its local shard."""
     if not isinstance(x, Tensor):
         return plain_replica(owner, x)
     kind = "Tensor" if not isinstance(x, nn.Parameter) else "Parameter" if x.requires_grad else "frozen Parameter"
@@ -128,10 +123,7 @@ def _kind(kind: str, x: Tensor) -> str:
 
 
 def _part(x: DTensor) -> str:
-    """Return a text with this rank's coordinate on each mesh dim that does not replicate ``x``.
-
-    Ranks with equal texts hold replicas of the same shard.
-    """
+    """Return this rank's coordinates on mesh dims that do not replicate ``x``. Ranks with equal texts hold replicas."""
     mesh, place = x.device_mesh, x.device_mesh.get_coordinate()
     if place is None:
         return "no part of it"
@@ -143,12 +135,9 @@ def _part(x: DTensor) -> str:
 def together(call: str, ring: Group) -> Iterator[list[str]]:
     """Run the ``with`` block. If it fails on any rank, every rank of ``ring`` raises the error of the lowest failing rank.
 
-    An OSError stays an OSError. Any other error becomes a ValueError: a RankDifference if another rank had no error. The block
-    may append texts to the yielded list. If no rank failed but the texts differ between ranks, raise RankDifference. In a ring of
-    one rank an error stays as it is.
-
-    Every rank of ``ring`` must enter the block with the same name ``call``. A failing rank waits 5 seconds for the other ranks,
-    and raises its own error if one of them does not arrive.
+    An OSError stays one; any other becomes a ValueError: a RankDifference if another rank had none, or if the texts appended
+    to the yielded list differ between ranks. Every rank must enter with the same ``call``. A failing rank waits 5 seconds for
+    the others, and raises its own error if one of them does not arrive.
     """
     error, alike = None, list[str]()
     try:
@@ -176,10 +165,7 @@ def together(call: str, ring: Group) -> Iterator[list[str]]:
 
 
 def check_kinds(call: str, tensors: Mapping[str, Tensor], ring: Group) -> None:
-    """Raise ValueError on every rank if names, dtypes, shapes or placements of tensors differ between ranks.
-
-    Every rank of ``ring`` must call this function with the same name ``call``. Values are not read.
-    """
+    """Raise ValueError on every rank, all of which call it, if names, dtypes, shapes or placements of tensors differ."""
     if ring is None or ranks_of(ring) == 1:
         return
     table = {name: [Replica(("rank", rank_in(ring)), _kind("Tensor", x), "")] for name, x in tensors.items()}
@@ -190,10 +176,9 @@ def check_kinds(call: str, tensors: Mapping[str, Tensor], ring: Group) -> None:
 def agreed(call: str, function: Callable[[], Any], ring: Group, **alike: int | str | None) -> list[Any]:
     """Call ``function`` on every rank, and return a list of all ranks' return values, which must be JSON values.
 
-    Every rank of ``ring`` must pass the same name ``call``. If ``function`` fails on any rank, every rank raises the error of the
-    lowest failing rank: an OSError stays an OSError, any other error becomes a ValueError. In a ring of one rank an error stays
-    as it is. A failing rank waits 5 seconds for the other ranks, and raises its own error if one of them does not arrive.
-    ``alike``: values by name that must be equal on all ranks. Raise ValueError if a value differs.
+    Every rank of ``ring`` must pass the same ``call``, and equal values ``alike``. If a rank fails, every rank raises the
+    error of the lowest: an OSError stays one, any other becomes a ValueError. A failing rank waits 5 seconds for the others,
+    and raises its own error if one of them does not arrive.
     """
     error, value = None, None
     try:

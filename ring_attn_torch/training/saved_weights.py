@@ -75,13 +75,8 @@ def load_weights(
 
 
 def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], ring: dict[str, Any]) -> RingTransformer:
-    """Load a RingTransformer from a folder that ``save_weights``, ``save_llama`` or Hugging Face wrote.
-
-    ``naming``: the names of config and weights in the folder. ``dtypes``: (dtype of the weights, dtype of the computation);
-    None keeps the config's dtype. ``ring``: arguments of ``RingTransformer.from_config``. If only some ranks find the folder, or
-    ranks find different weights, a new save may not be visible to all ranks yet. All ranks then retry for 10 seconds, and raise
-    ValueError if they still differ.
-    """
+    """Load a RingTransformer from a folder that ``save_weights``, ``save_llama`` or Hugging Face wrote. ``dtypes``: of (weights,
+    computation), None: the config's. A new save may not be visible to all ranks yet: if they differ, all retry for 10 seconds."""
     group = ring_of(ring.get("group"))
     for pause in (*PAUSES, None):
         with ExitStack() as kept:
@@ -110,10 +105,7 @@ def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> Transfor
 
 
 class Empty(NamedTuple):
-    """A model without weights, on the meta device, and the names of the weights to read.
-
-    ``files``: for the path of each file, a dict from a weight's name in the model to the weight's name in the file.
-    """
+    """A model on the meta device. ``files``: by file, a dict from each weight's name in the model to its name in the file."""
 
     model: RingTransformer
     files: dict[Path, dict[str, str]]
@@ -147,11 +139,8 @@ def save_folder(
     renamed: Callable[[str], str],
     ring: Group,
 ) -> None:
-    """Save in ``folder`` the weights of the RingTransformer in ``model``, and the other files, such as config.json.
-
-    ``files(config)`` returns the contents of the other files by file name. ``renamed(name)`` maps a weight's name in the model to
-    its name in the file. Every rank of ``ring`` must call ``save_folder``; if one fails, all raise the same error.
-    """
+    """Save in ``folder`` the RingTransformer's weights, ``renamed``, and the other files, by name, that ``files(config)``
+    returns. Every rank of ``ring`` must call ``save_folder``; if one fails, all raise the same error."""
     from safetensors.torch import save_file
 
     parameters: dict[str, nn.Parameter] = {}

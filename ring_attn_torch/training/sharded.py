@@ -13,10 +13,7 @@ from ..ring.groups import is_dtensor
 
 
 class GradientReduction(NamedTuple):
-    """FSDP's reduction of a gradient: the sum over ``ranks``, divided by ``divisor``.
-
-    ``ranks``: a tuple of ranks for each dim of FSDP's mesh.
-    """
+    """FSDP's reduction of a gradient: the sum over ``ranks`` (a tuple for each dim of FSDP's mesh), divided by ``divisor``."""
 
     ranks: list[tuple[int, ...]]
     divisor: float
@@ -34,11 +31,7 @@ def ranks_in(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def reduced_by_fsdp(module: nn.Module) -> dict[nn.Parameter, GradientReduction]:
-    """Return the gradient reduction of each parameter that ``fully_shard`` has sharded.
-
-    FSDP's divisor is not public, so this function reads private attributes of FSDP. torch has renamed one of these attributes:
-    ``_groups`` tries both of its names.
-    """
+    """Return the gradient reduction of each parameter that ``fully_shard`` has sharded, from private attributes of FSDP."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # takes a second to import; if not imported yet, it has sharded nothing
     found: dict[nn.Parameter, GradientReduction] = {}
     if fsdp is None or not hasattr(fsdp, "FSDPModule"):

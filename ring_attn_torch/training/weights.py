@@ -52,10 +52,7 @@ def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a module by name, without the prefixes that wrappers such as DDP add.
-
-    Raise ValueError if two parameters have the same name.
-    """
+    """Return the parameters of a module by name, without the prefixes that wrappers such as DDP add."""
     return named((inside(module, name), p) for name, p in module.named_parameters())
 
 
@@ -70,10 +67,7 @@ def inside(module: nn.Module, name: str) -> str:
 
 
 def _placed(whole: Tensor, p: nn.Parameter) -> Tensor:
-    """Return the global tensor ``whole``, sharded like ``p`` if ``p`` is a DTensor, else unchanged.
-
-    Every rank holds ``whole``, so nothing is sent.
-    """
+    """Return the global tensor ``whole``, sharded like ``p`` if it is a DTensor. Every rank holds ``whole``: nothing is sent."""
     if not is_dtensor(p):
         return whole
     from torch.distributed.tensor import DTensor, Replicate
