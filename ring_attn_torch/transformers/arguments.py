@@ -231,10 +231,7 @@ def _content(call_arguments: dict[str, Any]) -> dict[str, str]:
 
 
 def _compare(exchanged: list[list[Any]]) -> None:
-    """Raise ValueError if an argument of the call differs between ranks, and name the argument.
-
-    ``exchanged``: for each rank [result of ``_description``, result of ``_content``, seed]. Seeds are not compared.
-    """
+    """Raise ValueError if an argument differs between ranks. ``exchanged``: by rank [``_description``, ``_content``, seed]."""
     for part, what in ((0, "shape or value"), (1, "content")):
         first = exchanged[0][part]
         for rank, (*parts, _) in enumerate(exchanged):

@@ -73,12 +73,8 @@ def ring_attention_forward(
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer, and return (out [batch, tokens, heads, v_dim], None).
 
-    ``query``: [batch, heads, tokens, head_dim]. ``key``, ``value``: [batch, kv_heads, tokens, dim]. ``attention_mask``: the
-    return value of ``ring_mask`` for this kind of layer. If ``attention_mask`` is None, ``sliding_window`` and ``is_causal``
-    determine the mask; else they are ignored. ``s_aux`` or ``sinks`` [heads]: the sinks of :func:`ring_attention`.
-
-    Under autocast, query, key and value are cast as in transformers' own attention. Raise ValueError if an argument is not
-    supported; the error names it.
+    ``query``: [batch, heads, tokens, head_dim]. ``key``, ``value``: [batch, kv_heads, tokens, dim]. ``attention_mask``: from
+    ``ring_mask``; if None, ``sliding_window`` and ``is_causal`` determine the mask. ``s_aux``, ``sinks``: [heads].
     """
     name = type(module).__name__
     call = running()
@@ -141,12 +137,7 @@ def ring_attention_forward(
 
 
 def _without_mask(name: str, causes: bool, window: int | None, tokens: int) -> LayerMask:
-    """Return the mask of a layer that gets no mask from its model.
-
-    ``causes``: True for a causal mask, False for a full one. ``window``: the number of tokens that a query sees under a causal
-    mask, including its own, or None for all. ``name``: the layer's class, for an error. Raise ValueError if the default group
-    has several ranks, or if ``window`` < 1.
-    """
+    """Return the mask of a layer that gets none, causal if ``causes``. ``window``: the tokens seen, its own included, or None."""
     try:
         check_alone()
     except ValueError as error:
@@ -167,11 +158,8 @@ def _no_window(name: str, size: int) -> ValueError:
 
 
 def _tuned(module: nn.Module, query: Tensor, mask: LayerMask) -> Tensor:
-    """Rescale the queries of a Llama 4 layer without rotary embedding according to their positions in the document.
-
-    Llama 4 multiplies the query at position p by log(1 + floor((p + 1) / floor_scale)) attn_scale + 1, but counts p from the
-    start of the shard. This function replaces that factor by the factor for p in the document. Other layers keep their queries.
-    """
+    """Rescale the queries of a Llama 4 layer without rotary embedding. Llama 4 multiplies the query at position p by log(1 +
+    floor((p + 1) / floor_scale)) attn_scale + 1, but counts p from the start of the shard instead of the document."""
     if mask.offsets is None or not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
     floor_scale, attn_scale = float(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]
@@ -183,11 +171,8 @@ def _tuned(module: nn.Module, query: Tensor, mask: LayerMask) -> Tensor:
 
 @contextmanager
 def ring_configs(model: nn.Module) -> Iterator[None]:
-    """Make the text part of ``model`` attend over the ring inside this ``with``.
-
-    Inside, the model's modules hold copies of their configs. At the end, the modules get their original configs back, and each
-    attribute that was set or deleted in a copy is set or deleted in the original.
-    """
+    """Make the text part of ``model`` attend over the ring inside this ``with``, by copies of the modules' configs. At the end,
+    each attribute that was set or deleted in a copy is set or deleted in the original."""
     pairs = _copies(hugging_face_model(model).config)
     before = [dict(vars(mine)) for _, mine in pairs]
     copy_of = {id(original): mine for original, mine in pairs}
@@ -210,10 +195,7 @@ def ring_configs(model: nn.Module) -> Iterator[None]:
 
 
 def _copies(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, PreTrainedConfig]]:
-    """Return (config, copy) for the text part's config, and for each config that contains it.
-
-    The copy of the text part's config has the attention implementation "ring".
-    """
+    """Return (config, copy) for the text part's config, whose copy has attention "ring", and for each config that contains it."""
     text = text_config(config)
     pairs = [(text, copy.copy(text))]
     vars(pairs[0][1])[IMPLEMENTATION] = NAME
@@ -237,10 +219,7 @@ def _copies(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, PreTrained
 
 
 def _merge(config: PreTrainedConfig, now: dict[str, Any], before: dict[str, Any]) -> None:
-    """Set or delete in ``config`` each attribute that was set or deleted in its copy, except the attention implementation.
-
-    ``now``, ``before``: the copy's attributes now, and when it was made.
-    """
+    """Set or delete in ``config`` what was set or deleted in its copy since ``before``, except the attention implementation."""
     for name in before.keys() - now.keys():
         vars(config).pop(name, None)
     for name, value in now.items():
@@ -249,10 +228,8 @@ def _merge(config: PreTrainedConfig, now: dict[str, Any], before: dict[str, Any]
 
 
 class Checkpointing:
-    """The layers of a model that support checkpointing, and the checkpoint functions that ``keep_attention`` has replaced.
-
-    After ``activation_checkpointing_enable(offload=True)``, each checkpointed layer's input hidden states and attention's
-    (out, lse) are offloaded to host memory. Inputs that layers share stay on the device.
+    """The layers of a model that support checkpointing, and the checkpoint functions that ``keep_attention`` has replaced. With
+    ``offload=True`` each layer's input hidden states and attention's (out, lse) go to the host; shared inputs stay on the device.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -266,10 +243,8 @@ class Checkpointing:
         self.ours = (recomputed, offloading)
 
     def keep_attention(self) -> None:
-        """Make the checkpointed layers save attention's (out, lse), so that the backward does not run the ring's forward again.
-
-        Run it before each call of the model, because a Trainer may set checkpointing at any time.
-        """
+        """Make checkpointed layers save (out, lse), so that the backward runs no forward of the ring. Run it before each call of
+        the model: a Trainer may set checkpointing at any time."""
         self.host = OffloadedTensors()
         for layer in self.layers:
             function = layer.__dict__.get(CHECKPOINT, recomputed)

@@ -37,11 +37,8 @@ def check_balanced(ring: CallRing, checked: CheckedArguments) -> None:
 def dealt(
     ring: CallRing, model: PreTrainedModel, extents: torch.Tensor | None, length: int, tree: tuple[Any, Any] | None = None
 ) -> CallRing:
-    """Replace the layout "balanced" of ``ring`` by the BalancedLayout of a batch. Return a ring of another layout unchanged.
-
-    ``extents`` int [batch, length, 2]: the interval of each token's document, empty for padding. None: each row is one document.
-    ``tree``: the (parents, lengths) of prefix trees, which take the place of documents, or None.
-    """
+    """Replace the layout "balanced" of ``ring`` by a batch's BalancedLayout. ``extents`` int [batch, length, 2]: each token's
+    document, empty for padding; None: each row is one. ``tree``: (parents, lengths) of prefix trees instead, or None."""
     if ring.layout != BALANCED:
         return ring
     if tree is not None:
@@ -56,11 +53,7 @@ def dealt(
 
 
 def layer_masks(config: PreTrainedConfig) -> dict[Band, float]:
-    """Return the weight of each mask in the work that the balanced layout distributes: the number of layers with this mask.
-
-    A mask is causal, with or without a window. If the config has no window, the result is {causal: 1.0}. If it has a window but
-    no ``layer_types``, the result is {the window: 1.0}.
-    """
+    """Count the layers of each mask, causal with or without a window, as its weight in the work; 1.0 for a single mask."""
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if not window or window < 1:
         return {causal(): 1.0}

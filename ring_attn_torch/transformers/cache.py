@@ -60,11 +60,7 @@ def with_cache_renamed(model: PreTrainedModel, call_arguments: dict[str, Any]) -
 
 class RingCache(Cache):
     """The cache of ``model.generate()`` inside ``sequence_parallel``. The first layer's attention creates its :class:`KVCache`.
-
-    A call with ``use_cache=True``, or with the empty DynamicCache of ``generate``, returns a RingCache as ``cache``
-    (``past_key_values`` before transformers 5.24). Pass it to the next call, which appends to it. ``tokens``: the number of
-    tokens of a row, padding on the left included, as in transformers; the KVCache holds no padding.
-    """
+    ``tokens``: the tokens of a row, padding on the left included, as in transformers; the KVCache holds no padding."""
 
     def __init__(self, ring: CallRing, layers: int) -> None:
         super().__init__(layers=[])
@@ -81,11 +77,8 @@ class RingCache(Cache):
         return other
 
     def holding(self, k: Tensor, v: Tensor, tokens: int, local: int | None) -> KVCache:
-        """Return the KVCache with room for ``tokens`` more tokens per row.
-
-        The first call creates the KVCache, with the sizes and dtype of k and v. ``local``: the maximum number of new tokens per
-        row that one rank stores, or None if the new tokens are distributed evenly over the ranks.
-        """
+        """Return the KVCache, made like k and v at first, with room for ``tokens`` more tokens per row. ``local``: the most new
+        tokens per row that one rank stores, or None if spread evenly."""
         if self.kv is None:
             sizes = CacheSizes(self.depth, k.shape[2], k.shape[3], v.shape[3])
             self.kv = KVCache.make(sizes, len(k), tokens, dtype=k.dtype, page=PAGE, group=self.ring.group, device=k.device)
@@ -98,10 +91,7 @@ class RingCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values unchanged: attention itself appends them to the cache.
-
-        Raise ValueError outside of ``sequence_parallel``, where a model would attend only to the new tokens.
-        """
+        """Return the new keys and values unchanged: attention itself appends them to the cache."""
         if not self.inside:
             raise ValueError(
                 "this is the cache of a ring, of which every rank has a part: call the model inside sequence_parallel, or begin "
@@ -132,10 +122,7 @@ class RingCache(Cache):
         return True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove tokens from the end of each row, such as those rejected in speculative decoding.
-
-        A negative argument ``-n`` removes n tokens. A positive argument n keeps the first n, as in transformers 5.13 and 5.14.
-        """
+        """Remove n tokens from the end of each row for -n. For a positive n keep the first n, as in transformers 5.13."""
         removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.tokens - tokens_to_remove)
         if removed and self.kv is not None:
             self.kv.rollback((self.kv.lengths - removed).clamp(min=0))
@@ -163,10 +150,9 @@ class RingCache(Cache):
 class CachedCall(RunningCall):
     """A running call that fills or continues a cache, with the lengths, padding and cache placement of its tokens.
 
-    ``tokens``: the number of new tokens of each row, padding included. ``local``: the number of tokens in this rank's shard of
-    a row, the layout's padding included, or None if each rank computes all. ``lengths``: the number of new tokens of each row
-    without padding. ``valid``: bool [batch, tokens], False for padding, or None without padding. ``keep``: logits of the last
-    ``keep`` tokens are requested. ``step``: the placement of the new tokens in the cache; None until the first layer sets it.
+    ``tokens``: new tokens of each row, padding included; ``lengths``: without padding. ``local``: tokens in this rank's shard
+    of a row, padding included, or None if each rank computes all. ``valid``: bool [batch, tokens], False for padding, or None.
+    ``keep``: logits of the last ``keep`` tokens are requested. ``step``: None until the first layer sets it.
     """
 
     cache: RingCache
@@ -188,11 +174,9 @@ class CachedCall(RunningCall):
         return LayerMask(self.cache.ring, pattern.band, self.tokens, cached=self)
 
     def attend(self, module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], window: int | None, score: dict[str, Any]) -> Tensor:
-        """Append a layer's keys and values to the cache, and compute its attention [batch, tokens, heads, v_dim].
-
-        ``qkv``: [batch, tokens, heads, dim] each; ``window``: the number of earlier tokens that a token sees, None for all;
-        ``score``: scale, softcap and sinks. The first layer's call creates ``step`` and, in a new cache, the KVCache.
-        """
+        """Append a layer's keys and values to the cache, and compute its attention [batch, tokens, heads, v_dim]. ``qkv``:
+        [batch, tokens, heads, dim] each; ``window``: the earlier tokens that a token sees, None for all. The first layer creates
+        ``step``."""
         (q, k, v), ring, kv = qkv, self.cache.ring, self.cache.kv
         if self.step is None:
             kv = self.cache.holding(k, v, self.tokens if self.local is None else self.local * ring.ranks, self.local)
@@ -262,11 +246,8 @@ def cached_call(model: PreTrainedModel, cache: RingCache, call_arguments: dict[s
 
 
 def last_tokens(hidden: Tensor, positions: Tensor, lengths: Tensor, keep: int) -> Tensor:
-    """Return [batch, keep, dim], the hidden states of the last ``keep`` tokens of each row.
-
-    ``hidden`` [batch, local, dim]: this rank's tokens, at ``positions`` [batch, local]. ``lengths`` int [batch]: the number of
-    tokens of each row, new tokens included. The result is 0 for tokens on other ranks, and before the beginning of a row.
-    """
+    """Return the hidden states [batch, keep, dim] of the last ``keep`` tokens of each row, 0 for tokens on other ranks.
+    ``hidden`` [batch, local, dim]: this rank's tokens, at ``positions`` [batch, local]. ``lengths``: tokens of each row."""
     wanted = lengths[:, None] - keep + torch.arange(keep, device=lengths.device)
     here = (positions[..., None] == wanted[:, None]) & (positions >= 0)[..., None]
     rows = torch.arange(len(hidden), device=hidden.device)[:, None]
@@ -274,11 +255,7 @@ def last_tokens(hidden: Tensor, positions: Tensor, lengths: Tensor, keep: int) -
 
 
 def cache_of(model: PreTrainedModel, ring: CallRing, call_arguments: dict[str, Any]) -> RingCache | None:
-    """Return the cache of a call with arguments ``call_arguments``: new in the first call, None if the call uses no cache.
-
-    Raise ValueError if the model does not support a cache over a ring, if labels are passed, or if the passed cache is neither a
-    RingCache of ``ring`` nor an empty DynamicCache without offloading.
-    """
+    """Return the cache of a call with arguments ``call_arguments``: new in the first call, None if the call uses no cache."""
     name = cache_name(model)
     kept = call_arguments.get(name)
     if kept is None and not call_arguments.get("use_cache"):

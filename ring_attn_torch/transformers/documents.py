@@ -26,12 +26,7 @@ class DocumentBounds(NamedTuple):
 
 
 def check_documents(name: str, call_arguments: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
-    """Raise ValueError if the arguments of a call of ``shape`` [batch, length] do not define its documents.
-
-    The argument cu_seq_lens_q must equal cu_seq_lens_k, agree with position_ids that begin again, and end at ``length``. It must
-    not come with several rows or a cache. cu_seq_lens_k needs cu_seq_lens_q; seq_idx needs cu_seq_lens_q or position_ids.
-    ``name``: the name of the model's class, for the error. ``cached``: True if the call has a cache.
-    """
+    """Raise ValueError if the arguments of a call of ``shape`` [batch, length] do not define its documents."""
     batch, length = shape
     if "seq_idx" in call_arguments and not {"position_ids", "cu_seq_lens_q"} & call_arguments.keys():
         raise ValueError(f"{name} got seq_idx alone, which no attention reads: pass position_ids that begin again for a document")
@@ -75,10 +70,7 @@ def check_documents(name: str, call_arguments: dict[str, Any], shape: tuple[int,
 
 
 def text_positions(position_ids: Tensor | None, batch: int) -> Tensor | None:
-    """Return the text positions in ``position_ids`` as [batch, length], or None if it has none.
-
-    Row 0 of [4, batch, length] has them; [3, batch, length], as Qwen-VL passes it, has none.
-    """
+    """Return text positions [batch, length]: row 0 of [4, batch, length]. Qwen-VL's [3, batch, length] has none: return None."""
     if position_ids is not None and position_ids.ndim == 3:
         position_ids = position_ids[0] if position_ids.shape[0] == 4 else None
     return None if position_ids is None else position_ids.expand(batch, -1)
@@ -91,13 +83,11 @@ def _starts(position_ids: Tensor, present: Tensor | None) -> Tensor:
 
 
 def documents_of(position_ids: Tensor | None, present: Tensor | None, cu_seqlens: Tensor | None, length: int) -> DocumentBounds:
-    """Return the document bounds of a batch.
+    """Return the document bounds of a batch. ``position_ids`` int and ``present`` bool (False: padding) are [batch, length].
 
-    ``position_ids`` int [batch, length]; ``present`` bool [batch, length], False for padding. Without ``present``, a document
-    begins wherever position_ids do not increase by exactly one, as in transformers. With ``present``, a document begins only
-    where position_ids do not increase from one token to the next and neither token is padding. ``cu_seqlens`` int
-    [documents + 1], for a batch of one row: 0, then the end of each document. If it is passed, position_ids are not read, because
-    ``check_documents`` has checked that both agree.
+    A document begins where position_ids do not increase by exactly one, as in transformers; with ``present``, where they do
+    not increase between two tokens that are not padding. ``cu_seqlens`` int [documents + 1], 0 and then the ends, takes their
+    place.
     """
     if cu_seqlens is not None:
         extents = document_extents(cu_seqlens=cu_seqlens, length=length)

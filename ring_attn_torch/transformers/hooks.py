@@ -49,8 +49,7 @@ class ModelHooks:
             self.gather_logits = before
 
     def before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Return this rank's arguments of the model: shards, or all tokens in some calls with a cache (see cache.py).
-        Return None, which changes nothing, if the call is made inside another call of this model."""
+        """Return this rank's shards, or all tokens in some calls with a cache. Return None in a nested call: no change."""
         outer = running()
         if outer is not None and outer.model is self.model:
             return None

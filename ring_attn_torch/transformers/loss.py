@@ -35,11 +35,8 @@ PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1
 
 
 def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_logits: bool, factor: int) -> Any:
-    """Return the model's ``output`` with the loss, if the call has labels, and with global logits if ``gather_logits``.
-
-    The loss is over the labels of all ranks. ``batch``: the running call, with this rank's labels. ``factor``: the backward
-    multiplies the gradient of the loss by it. Raise ValueError if the head returns one result per row.
-    """
+    """Return the model's ``output`` with the loss over all ranks' labels, if any, and with global logits if ``gather_logits``.
+    ``batch``: the running call. ``factor``: the backward multiplies the gradient of the loss by it."""
     fields = dict(output) if isinstance(output, ModelOutput) else None
     name = next((name for name in ("logits", "last_hidden_state") if fields and name in fields), None)
     result = fields[name] if fields is not None and name else output if isinstance(output, Tensor) else output[0]
@@ -63,11 +60,8 @@ def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_lo
 
 
 def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Tensor:
-    """Return the mean loss of all ranks' labels, or their summed loss divided by ``num_items_in_batch`` if the call passes it.
-
-    ``batch.label_weights`` are factors of the labels' losses; the mean then divides by the sum of the weights. ``result``: this
-    rank's logits, or the summed loss of its labels from a ChunkedHead.
-    """
+    """Return the mean loss of all ranks' labels, or the sum over ``num_items_in_batch``. A mean divides by the sum of label
+    weights. ``result``: this rank's logits, or the summed loss of its labels from a ChunkedHead."""
     group, ignored, reduction = batch.ring.group, batch.ignore_index, "mean" if batch.divisor is None else "sum"
     if batch.summed_vocab is not None:
         tokens = labels_of(labels, ignored, 1, batch.label_weights, result.dtype)
@@ -79,10 +73,8 @@ def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Te
 
 
 def _divided(total: Tensor, batch: GlobalBatch, factor: int) -> Tensor:
-    """Return the loss divided by ``num_items_in_batch`` if it was passed. The backward multiplies the gradient by ``factor``.
-
-    The backward of a ring's mean, unless the caller has scaled it, is known to :func:`sum_gradients` by ``means_of_rings``.
-    """
+    """Divide the loss by ``num_items_in_batch``, if passed; its backward multiplies the gradient by ``factor``. If the caller has
+    not scaled a ring's mean, its backward notes the ring in ``means_of_rings``, for :func:`sum_gradients`."""
     model, group, divisor = batch.model, batch.ring.group, batch.divisor
     if divisor is not None:
         total = total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
@@ -101,13 +93,9 @@ def _divided(total: Tensor, batch: GlobalBatch, factor: int) -> Tensor:
 
 
 def with_log_probs(output: Any, batch: GlobalBatch, factor: int) -> Any:
-    """Return the output of trl's head with the loss over all ranks' labels, and each ``PER_TOKEN`` field gathered from all ranks.
-
-    trl's head: see ``trl.py``. ``PER_TOKEN`` fields have one number per token. A gathered field is in natural order. As on one
-    device, it has ``length - 1`` tokens if the call passed labels, and ``length`` if the call passed shift_labels. If a loss is
-    computed from a gathered field, the sum of the ranks' gradients is the gradient on one device times the number of ranks, as
-    for global logits. ``factor``: the backward multiplies the gradient of the loss by it.
-    """
+    """Return the output of trl's head with the loss over all ranks' labels, and each ``PER_TOKEN`` field gathered in natural
+    order. It has ``length - 1`` tokens with labels, ``length`` with shift_labels. Gradients of gathered fields sum over ranks to
+    the gradient on one device times the number of ranks."""
     assert batch.labels is not None
     ring, end = batch.ring, batch.length - 1 if batch.shifted else batch.length
     wide = lambda x: gather(x, group=ring.group, layout=ring.layout, length=batch.length)[:, :end]
@@ -118,11 +106,8 @@ def with_log_probs(output: Any, batch: GlobalBatch, factor: int) -> Any:
 
 
 class ChunkedHead:
-    """The language-model head of ``model``. Inside ``summing`` it returns this rank's summed cross-entropy in place of logits.
-
-    ``chunk``: the maximum number of tokens whose logits exist at a time. Raise ValueError, with the reason, if the head is not a
-    single matrix without a bias, or ``chunk`` is not an int of at least 1.
-    """
+    """The language-model head of ``model``, which inside ``summing`` returns this rank's summed cross-entropy in place of logits.
+    ``chunk``: the maximum number of tokens whose logits exist at a time."""
 
     def __init__(self, model: PreTrainedModel, chunk: int) -> None:
         check_chunk("loss_chunk", chunk)
@@ -142,11 +127,7 @@ class ChunkedHead:
 
     @contextmanager
     def summing(self, batch: GlobalBatch, labels: Tensor) -> Iterator[None]:
-        """Make the head return the summed loss of ``labels`` as a tensor [1, 1, 1], inside this ``with``.
-
-        The model's forward raises ValueError if the model changes the head's output, for example by a softcap. It also raises
-        ValueError if the head gets the hidden states of only some tokens, or if the head's weight is a DTensor.
-        """
+        """Make the head return the summed loss of ``labels`` as a tensor [1, 1, 1], inside this ``with``."""
         made: list[Tensor] = []
         batch.summed_vocab = self.linear.out_features
 

@@ -45,11 +45,7 @@ class Pattern(NamedTuple):
 
 
 def candidates(size: int | None, both_sides: bool, chunk_size: int | None) -> list[Pattern]:
-    """Return the patterns that a mask may have, likeliest first.
-
-    ``size``: the tokens of its window or chunk; None for neither. ``both_sides``: True if queries see later keys too.
-    ``chunk_size``: the config's chunk size; if it equals ``size``, chunks are likelier than a window.
-    """
+    """Return the patterns of a mask, likeliest first. ``size``: tokens of its window, or chunk if it equals ``chunk_size``."""
     if size is None:
         return [Pattern(full() if both_sides else causal())]
     if both_sides:
@@ -83,11 +79,10 @@ def _spread(q: Tensor, tokens: int) -> list[Tensor]:
 
 
 def intervals(function: MaskFunction, batch: int, tokens: int, device: torch.device) -> Tensor | None:
-    """Return each query's interval of visible keys, int32 [batch, tokens, 2], or None if some query has no such interval.
+    """Return each query's interval of visible keys, int32 [batch, tokens, 2], or None if some query has none that contains it.
 
-    An interval must contain its query. Bisection finds its ends. Then a sample of keys is checked: the key just outside each end,
-    the key halfway between the query and each end, and ``_spread`` keys. A hole of less than an eighth of the tokens may not be
-    found. The mask is evaluated for every token of the global sequence, so this function is called on rings of one rank only.
+    Bisection finds its ends; then the keys beside and halfway to each end and ``_spread`` keys are checked. A hole of less
+    than an eighth of the tokens may not be found. All global tokens are evaluated, so only rings of one rank call this.
     """
     b = torch.arange(batch, device=device)[:, None].expand(batch, tokens)
     q = torch.arange(tokens, device=device).expand(batch, tokens)

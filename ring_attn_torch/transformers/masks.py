@@ -38,11 +38,8 @@ ACCELERATE_HOOK = "_attach_context_parallel_hooks.<locals>._self_attn_pre_forwar
 
 
 class CallRing(NamedTuple):
-    """The ring of a model: the arguments of ring_attention that all its layers share.
-
-    ``layout``: a name. If it is "balanced", each call of the model makes a copy of this record in which ``layout`` is the
-    BalancedLayout of the call's documents.
-    """
+    """The ring of a model: the arguments of ring_attention that all its layers share. A call with ``layout`` "balanced" makes a
+    copy with the BalancedLayout of its documents."""
 
     group: dist.ProcessGroup | None = None
     layout: Any = "zigzag"
@@ -153,13 +150,10 @@ def ring_mask(
     local_size: int | None = None,
     **others: Any,
 ) -> LayerMask | NoWindow:
-    """Return the mask of one kind of layer, or NoWindow if ``local_size`` < 1.
+    """Return the mask of one kind of layer, or NoWindow if ``local_size`` < 1. Functions such as create_causal_mask call it.
 
-    Functions of transformers such as create_causal_mask call this function. Raise ValueError if the layer is cross-attention, if
-    a cache other than a RingCache holds tokens, or if the mask fits no pattern of ``mask_functions.py``. Under torch.compile,
-    inside ``sequence_parallel``, the likeliest pattern is taken without samples, and a mask is refused only if transformers
-    passes ``use_vmap`` for it. Outside of ``sequence_parallel`` any mask with one interval of keys for each query is accepted,
-    but only on one rank.
+    Raise ValueError if the mask fits no pattern of ``mask_functions.py``. Under torch.compile, inside ``sequence_parallel``,
+    the likeliest pattern is taken without samples. Outside, on one rank, one interval of keys for each query is enough.
     """
     offset, call = others.get("q_offset", 0), running()
     cached = call is not None and call.cached  # such a call reports kv_length as if its cache were empty
@@ -205,11 +199,7 @@ def check_alone() -> None:
 def _on_one_device(
     function: MaskFunction, attention_mask: Tensor | None, tried: list[Pattern], size: int | None, shape: tuple[int, int]
 ) -> LayerMask:
-    """Return the mask outside of ``sequence_parallel``, where one device holds the sequences of ``shape`` [batch, tokens].
-
-    ``tried``: the patterns to try. ``size``: the tokens of a window or chunk, or None. Raise ValueError if nothing fits
-    ``function``.
-    """
+    """Return the mask outside of ``sequence_parallel``, where one device holds the sequences of ``shape`` [batch, tokens]."""
     check_alone()
     (batch, tokens), ring = shape, CallRing(group_of(group_name(None)), "contiguous")
     device = torch.device("cpu") if attention_mask is None else attention_mask.device

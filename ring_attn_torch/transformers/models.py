@@ -171,19 +171,13 @@ def check_cacheable(model: PreTrainedModel) -> None:
 
 
 def device_of(model: nn.Module) -> str:
-    """Return the type of the device on which the model computes: "cpu" only if all weights are on CPUs.
-
-    A DTensor is on the devices of its mesh, even if its shard is offloaded to a CPU.
-    """
+    """Return the type of the device on which the model computes: "cpu" only if all weights, or DTensors' meshes, are on CPUs."""
     kinds = {p.device_mesh.device_type if is_dtensor(p) else p.device.type for p in model.parameters()}
     return "cpu" if kinds == {"cpu"} else next(iter(kinds - {"cpu"}), "cpu")
 
 
 def check_backend(backend: str, device: str) -> None:
-    """Raise ValueError if ``backend`` does not exist, or if ``device`` is a CPU and the backend has no CPU kernels.
-
-    The model's first call of attention checks the other requirements of the backend, such as GPU, dtypes and heads.
-    """
+    """Raise ValueError if ``backend`` does not exist, or has no kernels for a CPU; the first attention checks the rest."""
     check_backend_name(backend)
     if device != "cpu" or backend == "auto":
         return
@@ -208,11 +202,8 @@ def check_backend_name(backend: str) -> None:
 
 
 def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the decoder and encoder layers of ``model`` by name, without layers nested in layers.
-
-    In transformers' models, layers are the GradientCheckpointingLayer modules. In models of other authors, they are the modules
-    of a ModuleList with ``num_hidden_layers`` elements.
-    """
+    """Return the decoder and encoder layers by name, none nested. In transformers they are GradientCheckpointingLayer modules, in
+    models of others the elements of a ModuleList of ``num_hidden_layers``."""
     depth = getattr(text_config(model.config), "num_hidden_layers", None)
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -226,10 +217,8 @@ def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 class MixingLayers:
-    """Hooks on the layers of ``model`` for its first forward, and the names of layers that mix tokens without the ring.
-
-    ``inside``: the transformers model in ``model``. A compiled model gets no hooks.
-    """
+    """Hooks on the layers of ``model``, unless compiled, for its first forward, and the names of layers that mix tokens without
+    the ring."""
 
     def __init__(self, model: nn.Module, inside: PreTrainedModel) -> None:
         self.inside = inside

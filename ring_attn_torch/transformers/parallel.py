@@ -127,9 +127,7 @@ def on_shards(
     model: nn.Module, ring: CallRing, gather_logits: bool = False, loss_chunk: int | None = None, averaged: bool = False
 ) -> Iterator[None]:
     """Enter ``sequence_parallel`` without checking the model or comparing the ranks' weights: the caller has done both.
-
-    ``averaged``: multiply the gradient of each loss by the number of ranks, for DDP or FSDP, which average gradients.
-    """
+    ``averaged``: multiply each loss's gradient by the number of ranks, for DDP or FSDP, which average gradients."""
     inside = hugging_face_model(model)
     take_over(inside)
     if inside in HOOKS:

@@ -37,11 +37,8 @@ COEFFICIENTS = "router_aux_loss_coef", "aux_loss_coef"
 
 
 def take_over(model: PreTrainedModel) -> None:
-    """Make the model's ``load_balancing_loss_func`` return ``router_sums`` in calls that run on shards.
-
-    The replacement returns None in calls with a cache, and the original function's result outside of ``sequence_parallel``. The
-    function is replaced for the whole process, and only if it computes aux by the formula of this module.
-    """
+    """Make the model's ``load_balancing_loss_func`` return ``router_sums`` in calls on shards, or None in calls with a cache. The
+    function is replaced for the whole process, and only if it computes aux by the formula of this module."""
     scope = _scope(model)
     original = scope.get(FUNCTION)
     if original is None or original in TAKEN or not _known(original):
@@ -81,12 +78,9 @@ def _known(function: Any) -> bool:
 
 
 def router_sums(logits: tuple[Tensor, ...], experts: int, top_k: int, present: Tensor) -> Tensor:
-    """Return the sums over this rank's tokens and all layers, [2 experts + 1], in at least float32.
-
-    They are, in order: for each expert the number of tokens assigned to it; for each expert the sum of its probabilities; the
-    number of tokens, counted once per layer. ``logits``: [tokens, experts] of each layer. ``top_k``: the number of experts to
-    which a token is assigned. ``present``: bool [batch, local], False for padding, which is left out.
-    """
+    """Return this rank's sums over tokens and layers, [2 experts + 1]: each expert's tokens, its probabilities, and all tokens.
+    All tokens count once per layer. ``logits``: [tokens, experts] of each layer. ``present``: bool [batch, local], False for
+    padding."""
     device, dtype = logits[0].device, torch.promote_types(logits[0].dtype, torch.float32)
     counted = present.flatten().to(device)
     assigned = torch.zeros(experts, dtype=torch.int64, device=device)
@@ -114,11 +108,8 @@ def over_all(sums: Tensor, group: Group) -> Tensor:
 def with_routers(
     model: PreTrainedModel, sums: Tensor, loss: Tensor | None, group: Group, factor: int
 ) -> dict[str, Tensor | None]:
-    """Return two fields of the model's output: ``aux_loss``, over all ranks, and ``loss`` with the auxiliary loss added.
-
-    The returned ``loss`` is the argument plus ``coefficient(model) * aux_loss``, or None without labels. ``sums``: this rank's
-    ``router_sums``, which the model returns in place of its auxiliary loss. ``factor``: the backward multiplies the gradient of
-    the auxiliary loss by it. Raise ValueError if the model has returned an auxiliary loss instead of ``router_sums``.
+    """Return the output's ``aux_loss``, over all ranks, and ``loss`` plus ``coefficient(model) * aux_loss``, or None without
+    labels. ``sums``: this rank's ``router_sums``. ``factor``: the backward multiplies the gradient of the auxiliary loss by it.
     """
     if sums.ndim != 1:
         raise _unknown(model)
@@ -138,12 +129,8 @@ def coefficient(model: PreTrainedModel) -> float:
 
 
 def check_routers(model: PreTrainedModel, call_arguments: dict[str, Any], cached: bool) -> None:
-    """Raise ValueError if a call requests the routers' auxiliary loss, and the loss cannot be computed.
-
-    It cannot be computed if the model has another formula than this module's or no factor for the loss, or if the call also
-    passes ``tree``, ``fused_lm_head`` or ``return_dict=False``. ``cached``: True if the call has a cache. Calls with a cache have
-    no loss, so a request in such a call is refused too; a request in the config is not.
-    """
+    """Raise ValueError if a call requests the routers' auxiliary loss, and the loss cannot be computed. Calls with a cache have
+    no loss: a request in the call is refused, one in the config is not."""
     config, asked = model.config, call_arguments.get("output_router_logits")
     in_config = any(getattr(c, "output_router_logits", False) for c in (config, config.get_text_config()))
     if not (in_config if asked is None else asked):

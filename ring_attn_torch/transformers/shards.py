@@ -41,13 +41,8 @@ IMAGE_BLOCKS = {"gemma3", "gemma3_text"}
 
 
 def sharded(model: PreTrainedModel, ring: CallRing, args: tuple[object, ...], kwargs: dict[str, Any]) -> GlobalBatch | CachedCall:
-    """Return the record of a call of ``model``: a ``GlobalBatch``, or a ``CachedCall`` if the call has a cache.
-
-    ``args``, ``kwargs``: the call's arguments, global sequences. The record's ``kwargs`` hold this rank's part of them, or all
-    tokens in some calls with a cache (``cache.py``).
-
-    Raise ValueError, the same on every rank, if the call cannot be sharded.
-    """
+    """Return a call's record, a ``GlobalBatch`` or, with a cache, a ``CachedCall``. Its ``kwargs`` hold this rank's part of the
+    arguments, or all tokens in some calls with a cache."""
     checked = checked_arguments(model, ring, args, kwargs)
     check_balanced(ring, checked)
     if checked.cache is not None:
@@ -119,11 +114,8 @@ def _features(global_batch: GlobalBatch, call_arguments: dict[str, Any]) -> dict
 
 @dataclass(eq=False)
 class GlobalBatch(RunningCall):
-    """A running call without a cache: its documents, padding and image blocks, and this rank's labels.
-
-    ``batch`` sequences of ``length`` tokens are sharded over ``ring``. ``block_ends``: int64 [batch, length], the exclusive end
-    of a token's block, or 0 outside of blocks. A block is an image of Gemma 3, whose tokens also see later tokens of the block.
-    """
+    """A running call without a cache: its documents, padding and image blocks, and this rank's labels. ``block_ends``: int64
+    [batch, length], the exclusive end of a token's block (an image of Gemma 3, whose tokens also see its later tokens), or 0."""
 
     ring: CallRing
     batch: int
@@ -222,10 +214,7 @@ def rotary_by_length(model: PreTrainedModel) -> list[nn.Module]:
 
 @contextmanager
 def with_largest_position(rotary: nn.Module) -> Iterator[None]:
-    """Pass the largest position of the global sequence to a rotary embedding of ``rotary_by_length`` inside this ``with``.
-
-    The position is appended as one more token, and its angles are removed afterwards.
-    """
+    """Pass the largest global position to a rotary embedding inside this ``with``, as one more token, removed afterwards."""
 
     def longest() -> Tensor | None:
         call = running()

@@ -45,10 +45,8 @@ class RowTrees(NamedTuple):
     """The number of tokens on the longest path."""
 
     def band(self, pattern: Pattern) -> Band:
-        """Return the band of a layer on a tree, which is always ``causal()``.
-
-        ``pattern``: the mask of the layer without a tree. Raise ValueError if it may hide ancestors or show later tokens.
-        """
+        """Return ``causal()``, the band of a layer on a tree. Raise ValueError if its ``pattern`` may hide ancestors or show
+        later tokens."""
         if pattern.band.lo != 0:
             raise ValueError("tree goes with causal layers, and this model has layers that see later tokens: leave tree out")
         if pattern.chunk:
@@ -72,10 +70,7 @@ def row_trees(tree: Any, shape: tuple[int, int], device: torch.device) -> RowTre
 
 
 def check_tree(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
-    """Raise ValueError if ``tree`` or label_weights are invalid, or if ``tree`` contradicts the model or other arguments.
-
-    ``shape``: [batch, length] of the ids. ``cached``: True if the call has a cache.
-    """
+    """Raise ValueError if ``tree`` or label_weights are invalid, or if ``tree`` contradicts the model or other arguments."""
     _check_label_weights(call_arguments)
     if "tree" not in call_arguments:
         return
@@ -93,11 +88,7 @@ def check_tree(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tu
 
 
 def _check_label_weights(call_arguments: dict[str, Any]) -> None:
-    """Raise ValueError if label_weights come without shift_labels.
-
-    Without ``num_items_in_batch`` the loss is divided by the sum of the weights. So raise ValueError also if one of these weights
-    is negative or not finite. Weights of labels ``ignore_index`` are left out.
-    """
+    """Raise ValueError if label_weights lack shift_labels or, without ``num_items_in_batch``, are negative or not finite."""
     weights, labels = call_arguments.get("label_weights"), call_arguments.get("shift_labels")
     if weights is None:
         return

@@ -26,10 +26,7 @@ def is_sft(kind: type) -> bool:
 
 
 def check_kind(trainer: Any) -> None:
-    """Raise ValueError if a Trainer is, or extends, a Trainer of trl that cannot run on a ring.
-
-    Such a Trainer computes its own loss, as GRPOTrainer does, and is not in ``TRAINERS``.
-    """
+    """Raise ValueError if a Trainer extends one of trl with its own loss, such as GRPOTrainer, that is not in ``TRAINERS``."""
     for kind in type(trainer).__mro__:
         if of_trl(kind) and kind.__name__ not in TRAINERS and {"compute_loss", "_compute_loss"} & vars(kind).keys():
             raise ValueError(
@@ -40,11 +37,7 @@ def check_kind(trainer: Any) -> None:
 
 
 def check_call(model: nn.Module, given: dict[str, Any]) -> None:
-    """Raise ValueError if a call with ``fused_lm_head=True`` cannot run.
-
-    It cannot if trl has not replaced the model's head (``add_fused_lm_head``), if labels or shift_labels are missing, or if
-    label_weights or ignore_index is passed. ``given``: the arguments of the call, by name.
-    """
+    """Raise ValueError if a call with ``fused_lm_head=True`` cannot run."""
     if not given.get("fused_lm_head"):
         return
     who = f"{type(model).__name__} got fused_lm_head=True"
