@@ -27,20 +27,13 @@ Places = tuple[Place, ...]
 
 
 def folded(x: Tensor, places: Places, rank: int) -> tuple[Tensor, ...]:
-    """Fold a shard ``x`` [b s h d] into one array [b * head_groups, slots, heads, d] of folded batches per pattern.
-
-    ``places``: for each pattern, its FoldedBatches, and a HeadSelection of the heads of ``x`` that it uses. ``heads`` is the
-    number of heads in a head group. The function is differentiable.
-    """
+    """Fold a shard ``x`` [b s h d] into folded batches [b * head_groups, slots, heads, d] per pattern, differentiably."""
     return Fold.apply(x, places, rank)
 
 
 def mixed(outs: list[Tensor], lses: list[Tensor], batches: tuple[FoldedBatches, ...], rank: int) -> tuple[Tensor, Tensor]:
-    """Unfold the patterns' results and sum them, weighted by exp(lse_i - lse). The function is differentiable.
-
-    Return out [b s h e], in the outs' dtype, and lse [b s h]. A token that sees no key in any pattern has out 0, lse -inf and
-    zero gradients.
-    """
+    """Unfold the patterns' results and sum them, weighted by exp(lse_i - lse), into out [b s h e] and lse [b s h],
+    differentiably. A token that sees no key in any pattern has out 0, lse -inf and zero gradients."""
     return Mix.apply(tuple((each, each.of_queries) for each in batches), rank, *outs, *lses)
 
 
@@ -61,11 +54,7 @@ class Fold(torch.autograd.Function):
 
 
 class Mix(torch.autograd.Function):
-    """The autograd function of ``mixed``.
-
-    It saves each pattern's out_i and lse_i, and the maximum and sum that normalize the weights, but not out: the backward
-    computes <dout, out> from the saved arrays.
-    """
+    """The autograd function of ``mixed``, which saves each out_i, lse_i and the weights' normalization, but not out."""
 
     @staticmethod
     def forward(ctx: Any, places: Places, rank: int, *results: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,11 +76,8 @@ class Mix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-        """Return the gradients dout_i and dlse_i of each pattern i, 0 for queries that see no key in pattern i.
-
-        With the module's alpha_i: dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), where <,> sums
-        over the features.
-        """
+        """Return dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse) of each pattern i. <,> sums over
+        the features. Queries that see no key in pattern i get 0."""
         places, rank = ctx.places, ctx.rank
         *results, sums = ctx.saved_tensors
         outs, lses = results[: len(places)], results[len(places) :]
@@ -128,32 +114,22 @@ def _exp(lse_i: Tensor, top: Tensor) -> Tensor:
 
 
 def _weight(lse_i: Tensor, sums: Tensor) -> Tensor:
-    """Return alpha_i = exp(lse_i - lse), or 0 for queries that see no key in pattern i.
-
-    ``sums``: [..., 2], the maximum of lse_i over the patterns, and the sum of exp(lse_i - maximum). The weight is computed from
-    these instead of lse, because for huge scores the rounding of lse would change the weight.
-    """
+    """Return alpha_i = exp(lse_i - lse), or 0 for queries that see no key in pattern i. ``sums`` [..., 2]: the maximum of lse_i,
+    and the sum of exp(lse_i - maximum), since for huge scores the rounding of lse would change the weight."""
     top, total = sums.split(1, -1)
     return _exp(lse_i[..., None], top) / torch.where(total > 0, total, 1)
 
 
 def fold(x: Tensor, place: Place, rank: int) -> Tensor:
-    """Fold a shard ``x`` [b s h d] into one pattern's folded batches [b * head_groups, slots, heads, d].
-
-    ``place``: the pattern's FoldedBatches, and a HeadSelection of the heads of ``x`` that it uses. Empty slots and padded heads
-    are 0.
-    """
+    """Fold a shard ``x`` [b s h d] into a pattern's [b * head_groups, slots, heads, d]; empty slots and padded heads are 0."""
     batches, selection = place
     spots = _spots(_padded(_chosen(x, selection), batches, selection, rank), batches, selection)
     return spots.flatten(0, 2)  # unlike reshape(-1), also correct without slots
 
 
 def put(total: Tensor, folded: Tensor, place: Place, rank: int, combine: Callable[[Tensor, Tensor], object]) -> None:
-    """Update the shard ``total`` [b s h d] in place by ``combine(spots, folded)``, at the tokens that the folded batches hold.
-
-    ``spots`` holds these tokens of ``total`` in the order of ``folded``, and ``combine`` changes it in place. But if ``fold``
-    repeats a head, ``spots`` starts as zeros, and then the sum of its values over the head's copies is added to ``total``.
-    """
+    """Update the shard ``total`` [b s h d] in place by ``combine(spots, folded)``, at the tokens that the folded batches hold. If
+    ``fold`` repeats a head, ``spots`` starts as zeros, and its sum over the head's copies is added to ``total``."""
     batches, selection = place
     if selection.repeat > 1:
         total = total[:, :, selection.first : selection.end]
@@ -183,21 +159,14 @@ def _chosen(x: Tensor, selection: HeadSelection) -> Tensor:
 
 
 def _padded(x: Tensor, batches: FoldedBatches, selection: HeadSelection, rank: int) -> Tensor:
-    """Pad ``x`` [b s h d] with zeros, so that its tokens fill the rank's slots and each head group has equally many heads.
-
-    Return ``x`` itself if it needs no padding.
-    """
+    """Pad ``x`` [b s h d] with zeros, if needed, to fill the rank's slots and to give each head group equally many heads."""
     front = batches.front(rank)
     behind, heads = batches.spanned - front - batches.local, selection.padded - selection.selected
     return F.pad(x, (0, 0, 0, heads, front, behind)) if front or behind or heads else x
 
 
 def _spots(padded: Tensor, batches: FoldedBatches, selection: HeadSelection) -> Tensor:
-    """Return a strided view [b, spread, together, slots, heads, d] of the tokens of ``padded`` that the folded batches hold.
-
-    ``padded``: [b, tokens, h, d]. ``HeadSelection`` explains ``spread`` and ``together``; their product is the number of head
-    groups. ``heads`` is the number of heads in a head group.
-    """
+    """Return a view [b, spread, together, slots, heads, d] of the tokens of ``padded`` [b, tokens, h, d] that are folded."""
     tokens = padded.unflatten(1, (batches.slots, batches.dilation))[:, :, : batches.head_groups]
     spots = tokens.unflatten(2, (selection.spread, selection.together)).unflatten(4, (-1, selection.spread))
     return spots.diagonal(0, 2, 5).permute(0, 5, 2, 1, 3, 4)

@@ -121,10 +121,7 @@ class SummaryInputs(NamedTuple):
 
 
 class Summaries(NamedTuple):
-    """The n summaries of all summarized blocks, sorted by block: ``k`` [b n g d] and ``v`` [b n g e], in at least float32.
-
-    ``fraction`` [b n]: the fraction of each summary's tokens that is unmasked, or None without a key mask. g: number of kv heads.
-    """
+    """The summaries of all blocks, in order: ``k`` [b n g d], ``v`` [b n g e], and their unmasked ``fraction`` [b n] or None."""
 
     k: Tensor
     v: Tensor
@@ -147,10 +144,7 @@ def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, gro
 
 
 def _visible_range(q: Tensor, plan: SummaryPlan, rank: int) -> tuple[Tensor, Tensor]:
-    """Return (first, end), int32 [s] each: each query sees the positions ``first .. end - 1`` exactly, not by summaries.
-
-    Both numbers are 0 for padding queries. Summaries cover the tokens before ``first``, so padding queries see no summary.
-    """
+    """Return (first, end), int32 [s]: queries see ``first .. end - 1`` exactly, earlier tokens by summaries; 0 for padding."""
     positions = torch.arange(rank * plan.local, (rank + 1) * plan.local, dtype=torch.int32, device=q.device)
     true = positions < plan.length
     return (plan.first(positions) * true, (positions + 1) * true)
