@@ -101,10 +101,7 @@ def attend_block(
 
 
 def block_state(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, options: Options, runs: tuple[Run, Run]) -> State:
-    """Compute ``attend_block`` from arguments packed into records. Return a ``State``: out, lse and the rounding error of lse.
-
-    ``runs``: the query run and the key run.
-    """
+    """Compute ``attend_block`` from records; ``runs``: the query run and the key run."""
     q_run, k_run = runs
     counts = [q_run.start, q_run.length, k_run.start, k_run.length, q_run.stride, *options.counts]
     return from_outputs(torch.ops.ring_attn.attend_block(q, k, v, counts, OpCall(options).text, *arrays))
@@ -196,11 +193,8 @@ class _Block(NamedTuple):
 
 
 def _block(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, counts: Sequence[int], call: str, backward: bool = False) -> _Block:
-    """Check the inputs of a block, and return its backend with the arguments of the backend's methods.
-
-    ``counts``: the start and length of the query run, those of the key run, the stride of both, then ``Options.counts``.
-    ``call``: the other options as text (``OpCall.text``). ``backward``: True to check and compile the backward.
-    """
+    """Check the inputs of a block, and return its backend with the arguments of the backend's methods. ``counts``: start and
+    length of the query run, those of the key run, the stride of both, then ``Options.counts``. ``call``: ``OpCall.text``."""
     (q_start, q_length, k_start, k_length, stride), options = counts[:5], OpCall.read(call, tuple(counts[5:])).options
     problem = problem_of(q, k, v, arrays, 1, options)
     compiled = (checked_backward if backward else checked)(problem, anywhere=True)

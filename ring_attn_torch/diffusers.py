@@ -125,11 +125,8 @@ def _check(query: Tensor, is_causal: bool, dropout_p: float, ulysses: int) -> No
 
 
 def _longest(query: Tensor, key: Tensor, group: Any, refused: bool = False) -> tuple[int, int]:
-    """Return the largest number of queries, and of keys, on any rank of the group.
-
-    ``refused``: True if this rank raises an error once this function returns. The other ranks raise that error here, except
-    under torch.compile.
-    """
+    """Return the largest numbers of queries and of keys on any rank. ``refused``: this rank raises an error afterwards; the
+    others raise it here, except under torch.compile."""
     lengths = torch.tensor([query.shape[1], key.shape[1], refused], device=query.device)
     dist.all_reduce(lengths, dist.ReduceOp.MAX, group=group)
     queries, keys, anywhere = lengths.tolist()
@@ -139,10 +136,7 @@ def _longest(query: Tensor, key: Tensor, group: Any, refused: bool = False) -> t
 
 
 def _visible_keys(mask: Tensor, key: Tensor, heads: int) -> Tensor:
-    """Return a bool mask [batch, tokens], True for visible keys of this rank.
-
-    Raise ValueError if ``mask`` differs between queries or heads, or holds integers, or floats above -9984 other than 0.
-    """
+    """Return a bool mask [batch, tokens], True for visible keys of this rank."""
     batch, tokens = key.shape[:2]
     same = mask.ndim == 4 and mask.shape[1] in (1, heads) and mask.shape[2] == 1
     same = same and (mask.shape[1] == 1 or bool((mask == mask[:, :1]).all()))
