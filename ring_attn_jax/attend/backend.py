@@ -23,28 +23,20 @@ class Backend(Protocol):
     """True if k and v may stay two arrays when no keys travel between ranks."""
 
     def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
-        """Merge attention to the visible keys into ``total``, the state over the keys seen so far, and return the new state.
+        """Merge attention to the visible keys into ``total``, the state over the keys seen so far (None before the first step).
 
-        A run is an arithmetic progression of token positions. ``rows`` int32 [q_runs, k_runs, fields]: a ``runs.Row`` for each
-        pair of a query run and a key run. ``total`` is None before the first step. The state is float32 (float64 for float64
-        inputs). After the ``last`` step ``out`` is cast to q's dtype. The state has a ``rest``, the rounding error of lse, if
-        ``carries_rest(q.dtype)``.
+        ``rows`` int32 [q_runs, k_runs, fields]: a ``runs.Row`` for each pair of runs. The state is float32 (float64 for float64
+        inputs); ``out`` has q's dtype after the ``last`` step. It has a ``rest`` if ``carries_rest(q.dtype)``.
         """
         ...
 
     def backward_inputs(
         self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State
     ) -> BackwardInputs:
-        """Compute delta = rowsum(dout * out) - dlse, and return the inputs that all steps of a backward share.
+        """Return the inputs that all steps of a backward share, with delta = rowsum(dout * out) - dlse. ``dtotal``: (dout, dlse).
 
-        ``total``: the state after the forward. ``dtotal``: (dout, dlse). The loop calls this once per backward. ``total.rest`` is
-        the rounding error of lse, so a probability is ``exp(s - lse - rest)``. In every gradient a probability is multiplied by
-        dout or delta. The steps compute only ``exp(s - lse)``, so this function scales dout and delta by ``exp(-rest)``.
-
-        For a query that sees no key, dout and delta may hold NaN. The NaN must not reach the gradients of keys and sinks. If the
-        query's lse is -inf, this function or the kernels set its dout and delta to 0. With sinks, such a query can have a finite
-        lse; its out is 0. Then this function keeps its dout out of the sinks' gradient, and this function or the steps keep its
-        dout and delta out of the keys' gradients.
+        Steps compute ``exp(s - lse)``; this function scales dout and delta by ``exp(-rest)``. dout and delta may be NaN for a
+        query that sees no key: no such NaN may reach the gradients of keys and sinks, even if sinks make its lse finite.
         """
         ...
 
@@ -58,21 +50,16 @@ class Backend(Protocol):
         arrived: Callable[[], jax.Array | None],
         last: bool,
     ) -> tuple[jax.Array, Gradients]:
-        """Add the contribution of ``keys`` to ``dq``, and add dk and dv to the gradients that ``arrived()`` returns.
+        """Add the contribution of ``keys`` to ``dq``, and add dk and dv to the gradients that ``arrived()`` returns; return both.
 
-        ``arrived()`` returns the gradients of ``keys`` from other ranks' queries, or None. ``dq`` is None before the first step.
-        Return dq and the gradients of ``keys``. A gradient is float32 (float64 for float64 inputs) while later steps or other
-        ranks still add to it. A complete gradient may be in q's dtype.
+        ``arrived()``: the gradients of ``keys`` from other ranks' queries, or None. ``dq`` is None before the first step.
+        Gradients are float32 (float64 for float64 inputs) until they are complete; then they may have q's dtype.
         """
         ...
 
 
 def sink_gradient(score: Score, total: State, delta: jax.Array) -> jax.Array | None:
-    """Return the gradient of the sinks [h], or None without sinks.
-
-    The gradient is ``-sum_bs exp(sink - lse - rest) delta`` over arrays [b s h], where rest is the rounding error of lse
-    (``State``). The formula treats a sink as a key whose value is 0.
-    """
+    """Return the gradient of the sinks [h], ``-sum_bs exp(sink - lse - rest) delta``: a sink is a key whose value is 0."""
     if score.sinks is None:
         return None
     lse = total.lse

@@ -43,10 +43,7 @@ from .tiles import Pair, TileInputs, accumulation_dtype, dot
 
 @dataclass(frozen=True)
 class Blockwise:
-    """The backend "blockwise": plain jnp, tile by tile. ``even``: True if the slots of a shard have equal length.
-
-    ``v_dim``: if the values are the first columns of k, the number of these columns; None if ``Keys.kv`` holds v behind k.
-    """
+    """The backend "blockwise": plain jnp, tile by tile. ``even``: slots are equal. ``v_dim``: columns of k that are values."""
 
     two_arrays: ClassVar[bool] = False
     even: bool = True
@@ -93,10 +90,7 @@ class Blockwise:
 
 
 def nothing(q: jax.Array, v_dim: int, rows: jax.Array, score: Score) -> State:
-    """Return the initial attention state, in the accumulation dtype.
-
-    ``out`` is 0. ``lse`` is the sink of the head. Without sinks, and for queries that are padding, it is -inf.
-    """
+    """Return the initial state: out is 0, lse the sink of the head, or -inf for padding and without sinks."""
     b, s, h, _ = q.shape
     dtype = accumulation_dtype(q.dtype)
     out = jnp.zeros_like(q, shape=(b, s, h, v_dim), dtype=dtype)
@@ -153,16 +147,13 @@ def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State
 def attend_backward(
     of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array, *, even: bool = True
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute the gradients of q, k and v in one pass over the tiles.
-
-    Return ``dq`` plus the gradient of q from these keys, and dkv: the gradient of ``keys.kv`` from these queries.
+    """Return ``dq`` plus the gradient of q from these keys, and dkv, that of ``keys.kv``.
 
         p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
         dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
 
-    z_ij is the dropout factor: 1 / (1 - dropout_rate), or 0 if the probability is dropped. delta_i = dout_i . out_i - dlse_i. If
-    the state has a rest, the caller has multiplied dout and delta by exp(-rest_i), where rest_i is the rounding error of lse_i
-    (see ``State``). tanh is tanh(scale q_i . k_j / softcap), or 0 without softcap.
+    The dropout factor z_ij is 1 / (1 - dropout_rate), or 0 if dropped; tanh is tanh(scale q_i . k_j / softcap), or 0 without
+    softcap. The caller has multiplied dout and delta by exp(-rest_i) (``State``).
     """
     q, dout, lse, delta, *_ = of_q
     dkv = jnp.zeros_like(keys.kv, dtype=dq.dtype)

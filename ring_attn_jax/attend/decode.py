@@ -73,10 +73,7 @@ def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> jax.Array:
 
 
 def merged_by_kernel(pairs: jax.Array, call: DecodeCall, ranks: int | None) -> jax.Array:
-    """Merge packed (out, lse) pairs [pairs b n h e+1] into one pair [b n h e+1] by a kernel.
-
-    ``ranks``: the number of ranks, if each pair is the result of one rank; None if each is the result of one split.
-    """
+    """Merge packed pairs [pairs b n h e+1], of ``ranks`` ranks or (None) of splits, into one pair [b n h e+1] by a kernel."""
     (pair,) = launch(launches.merge_pairs(call, ranks, False), {"pairs": pairs})
     return pair
 
@@ -84,11 +81,9 @@ def merged_by_kernel(pairs: jax.Array, call: DecodeCall, ranks: int | None) -> j
 def ended_by_kernel(
     pairs: jax.Array, sinks: jax.Array | None, call: DecodeCall, ranks: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge packed (out, lse) pairs [pairs b n h e+1] and the sinks by a kernel.
+    """Merge packed pairs [pairs b n h e+1], of ``ranks`` ranks or (None) of splits, and the sinks by a kernel.
 
     Return out [b n h e] in q's dtype and lse [b n h] in float32.
-
-    ``ranks``: the number of ranks, if each pair is the result of one rank; None if each is the result of one split.
     """
     arguments = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": sinks.astype(jnp.float32)}
     out, lse = launch(launches.merge_pairs(call, ranks, True), arguments)
@@ -112,11 +107,7 @@ def merged(pairs: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Ar
 
 
 def blockwise(arrays: DecodeArrays, problem: Decode) -> jax.Array:
-    """Compute attention over this rank's slots in plain jnp, one chunk of slots at a time.
-
-    Return out and lse packed in one array [b n h e+1]. The v of a slot that no query sees may be NaN. So if a chunk's product of
-    the probabilities and v is not finite, compute the product again with v set to 0 in these slots.
-    """
+    """Compute attention over this rank's slots in plain jnp, by chunks; return out and lse packed in one array [b n h e+1]."""
     q, k, v = arrays.q, arrays.k, arrays.v
     (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]
     wide = accumulation_dtype(q.dtype)
@@ -166,10 +157,9 @@ class _Score(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The online-softmax state over some slots.
+    """The online-softmax state over some slots; kv head g has a row for each pair of a query and a query head of g.
 
     ``top`` [b g rows]: the row max. ``total`` [b g rows]: sum of exp(s - top). ``acc`` [b g rows e]: sum of exp(s - top) v.
-    Each of the g kv heads has one row for each pair of a query and a query head of the kv head.
     """
 
     top: jax.Array
@@ -210,9 +200,9 @@ def _visible(arrays: DecodeArrays, of_tree: jax.Array | None, window: int | None
 
 
 def _attend(rows: jax.Array, keys: jax.Array, values: jax.Array, visibility: _Visibility, score: _Score) -> _State:
-    """Return the online-softmax state of the queries ``rows`` [b g rows d] over one chunk of ``c`` slots.
+    """Return the state of the queries ``rows`` [b g rows d] over one chunk of c slots.
 
-    The rows are those of ``_State``. ``keys`` [b c g d], ``values`` [b c g e]: k and v of the chunk.
+    ``keys`` [b c g d], ``values`` [b c g e]. If v is NaN in a slot that no query sees, compute the product with 0 there.
     """
     (b, g, m, _), n = rows.shape, visibility.visible.shape[1]
     s = _products(rows, keys)
@@ -234,9 +224,8 @@ def _attend(rows: jax.Array, keys: jax.Array, values: jax.Array, visibility: _Vi
 def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:
     """Return q . k [b g rows c] of the queries ``rows`` [b g rows d] and keys [b c g d].
 
-    For a product batched over kv heads XLA copies k head by head. Such a product takes 87 ms on one core for 16,384 slots with 8
-    kv heads of dimension 128. If all kv heads together have at most ``FEW_ROWS`` rows, multiply these rows as one matrix
-    [g * rows, g * d] instead, which takes 18 ms. Each row of the matrix is 0 in the dimensions of the other kv heads.
+    For a product batched over kv heads XLA copies k head by head: 87 ms on one core for 16,384 slots with 8 kv heads of dimension
+    128. At most ``FEW_ROWS`` rows are one matrix [g * rows, g * d] with zeros for other kv heads instead: 18 ms.
     """
     b, g, m, d = rows.shape
     if g * m > FEW_ROWS:
@@ -247,10 +236,7 @@ def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 def _sums(p: jax.Array, values: jax.Array) -> jax.Array:
-    """Return p v [b g rows e] of probabilities [b g rows c] and values [b c g e].
-
-    If all kv heads together have at most ``FEW_ROWS`` rows, multiply these rows at once, as in ``_products``.
-    """
+    """Return p v [b g rows e] of probabilities [b g rows c] and values [b c g e]."""
     b, g, m, c = p.shape
     if g * m > FEW_ROWS:
         return dot("bgmc,bcge->bgme", p, values)

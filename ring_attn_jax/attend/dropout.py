@@ -35,11 +35,7 @@ class DropoutState(NamedTuple):
 
 
 def dropout_state(seed: Any, offset: Any) -> DropoutState:
-    """Return the dropout state of a seed and an offset. Return ``seed`` unchanged if it is a ``DropoutState``.
-
-    Raise ValueError if the offset is not a pair (batch row, head), or if the seed or an index of the pair is not an int or a 0-d
-    integer array. Raise ValueError also if one of them is out of range; the values of JAX arrays are not checked.
-    """
+    """Return the dropout state of a seed and an offset (batch row, head), or ``seed`` itself if it is a ``DropoutState``."""
     if isinstance(seed, DropoutState):
         return seed
     if not isinstance(offset, tuple | list) or len(offset) != 2:
@@ -78,21 +74,14 @@ def _is_key(x: Any) -> bool:
 
 
 def philox_keys(state: DropoutState, batch: int, heads: int) -> jax.Array:
-    """Return the Philox key of each batch row and head, uint32 [batch, heads].
-
-    Call this once per step, not once per tile. Philox4x32, which makes a key, takes more operations than Philox2x32, which makes
-    the random bits of the scores.
-    """
+    """Return the Philox key of each batch row and head, uint32 [batch, heads]. Call it per step, not per tile: it is costly."""
     b = state.batch + jnp.arange(batch, dtype=jnp.uint32)[:, None]
     h = state.head + jnp.arange(heads, dtype=jnp.uint32)[None]
     return philox_key((state.low, state.high), b, h, multiply, jnp.uint32)
 
 
 def keep_mask(philox_keys: jax.Array, rate: float, q_pos: jax.Array, k_pos: jax.Array) -> jax.Array:
-    """Return dropout's keep mask, bool [batch, heads, queries, keys], True for kept.
-
-    ``q_pos`` [queries], ``k_pos`` [keys]: global positions.
-    """
+    """Return dropout's keep mask, bool [batch, heads, queries, keys], True for kept, for the given global positions."""
     word = lambda x: x.astype(jnp.uint32)
     (of_q, which), (of_k, turn) = place_of_query(word(q_pos)[None, None, :, None]), place_of_key(word(k_pos)[None, None, None])
     words = philox2x32((of_q, of_k), philox_keys[:, :, None, None], multiply, jnp.uint32)

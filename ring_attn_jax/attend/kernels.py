@@ -27,11 +27,7 @@ from .state import BackwardInputs, Gradients, State
 
 @dataclass(frozen=True)
 class Kernels:
-    """The backends "triton", "triton_tf32" and "hopper".
-
-    ``call``: the parameters that all launches share. ``band``: the mask in a balanced layout, None in other layouts. A shard of a
-    balanced layout has several runs (stretches of the sequence); ``one_run.py`` converts the shard to one run for the kernels.
-    """
+    """The backends "triton", "triton_tf32" and "hopper". ``band``: the mask in a balanced layout, None in other layouts."""
 
     call: RingCall
     band: Band | None = None
@@ -84,11 +80,9 @@ class Kernels:
         arrived: Callable[[], jax.Array | None],
         last: bool,
     ) -> tuple[jax.Array, Gradients]:
-        """Compute a step's gradients by kernels. See ``Backend.attend_backward``.
+        """Compute a step's gradients: by one Hopper kernel if ``steps.in_one_pass``, else dq by one kernel, dk and dv by another.
 
-        If ``in_one_pass`` (``kernels/steps.py`` of the core) is True, one Hopper kernel computes dq, dk and dv. This kernel sums
-        dq in float32, and another kernel scales and rounds dq after the ``last`` step. If it is False, one kernel computes dq,
-        and another computes dk and dv.
+        The Hopper kernel sums dq in float32, and another kernel scales and rounds dq after the ``last`` step.
         """
         if keys.kv.shape[1] != self.call.kv_local:
             return self._for(keys).attend_backward(of_q, keys, rows, score, dq, arrived, last)
@@ -130,26 +124,17 @@ class Kernels:
         return dkv[0] if len(dkv) == 1 else dkv
 
     def _for(self, keys: Keys) -> Kernels:
-        """Return this backend with launch parameters for key shards of the length of ``keys``.
-
-        In a balanced layout with the strategy "direct", a key shard may be longer or shorter than the rank's own shard.
-        """
+        """Return this backend for key shards of the length of ``keys``, which "direct" in a balanced layout may change."""
         return replace(self, call=self.call.of_keys(keys.kv.shape[1]))
 
     def _arrays(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> dict[str, jax.Array]:
-        """Return the input arrays of a step's launches, by name.
-
-        In a balanced layout, first convert the step to one run per shard, as the kernels need it.
-        """
+        """Return the input arrays of a step's launches by name, converted to one run per shard in a balanced layout."""
         if self.band is not None:
             rows, keys, score = as_one_run(rows, keys, score, q.shape[1], self.band)
         return _arrays(q, keys, rows, score)
 
     def _add_bounds(self, arrays: dict[str, jax.Array], of_q: BackwardInputs) -> None:
-        """Add to ``arrays`` the ``bounds`` of the extents of each query tile (see ``BackwardInputs``), if there are extents.
-
-        In a balanced or traced layout the extents are local indices into a step's key shard, so each step computes new bounds.
-        """
+        """Add the ``bounds`` of extents to ``arrays``; a step computes them if its extents are local indices of its key shard."""
         if of_q.bounds is not None:
             arrays["bounds"] = of_q.bounds
         elif "extents" in arrays:
@@ -157,10 +142,9 @@ class Kernels:
 
 
 def _zeros_with(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Return (zeros, x): float32 zeros of ``shape``, tied to ``x`` by an optimization barrier.
+    """Return (float32 zeros of ``shape``, x), tied by an optimization barrier.
 
-    The barrier makes XLA allocate the zeros after it has computed ``x``. Zeros depend on no input: without the barrier XLA would
-    allocate the zeros of all layers before the first backward, and hold them.
+    Otherwise XLA would allocate the zeros of all layers before the first backward, and hold them.
     """
     zero, x = lax.optimization_barrier((jnp.zeros((), jnp.float32), x))
     return jnp.broadcast_to(zero, shape), x

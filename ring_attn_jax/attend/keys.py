@@ -13,15 +13,10 @@ from ring_attn_core.kernels.call import BEYOND
 
 
 class Keys(NamedTuple):
-    """A shard of keys and values, packed in one array. If no keys travel between ranks, k and v may be two arrays.
+    """A shard of keys and values. ``kv`` [b t g d+e] holds both, or k alone [b t g d] if ``v`` [b t g e] or k has the values.
 
-    ``kv`` [b t g d+e]: k and v concatenated on the last dimension. ``kv`` [b t g d] is k alone if ``v`` [b t g e] is present, or
-    if the values are columns of k.
-
-    ``bits`` uint8 [b, ceil(t / 8)], or None without a key mask: bit j % 8 of byte j // 8 is 1 if key j may be attended.
-
-    ``extents`` int32 [b t 2], or None without a limit: for each key the first and the end (exclusive) of the query positions that
-    may see the key, at least 0. ``one_run.py`` converts these positions to local query indices.
+    ``bits`` uint8 [b, ceil(t / 8)]: bit j % 8 of byte j // 8 is 1 if key j may be attended. ``extents`` int32 [b t 2]: the first
+    and the end of the query positions (``one_run.py``: local indices) that may see a key.
     """
 
     kv: jax.Array
@@ -37,11 +32,10 @@ def pack(
     key_extents: jax.Array | None = None,
     two_arrays: bool = False,
 ) -> Keys:
-    """Pack k [b t g d], v [b t g e], key_mask bool [b t] and key_extents int [b t 2] into ``Keys``.
+    """Pack k [b t g d], v [b t g e] or None, key_mask bool [b t] and key_extents [b t 2].
 
-    Set masked keys and values to 0, even if they are NaN. Clip extents to 0 .. ``BEYOND``, the range of the kernels' int32
-    arithmetic. ``two_arrays``: if True, keep k and v as two arrays, which saves a copy. It may be True only if no keys travel
-    between ranks. ``v`` None: the values are columns of k. Then k is copied only if there is a key mask.
+    Without v the values are columns of k. Masked keys and values become 0, even if they are NaN. Extents are clipped to the range
+    of the kernels' int32 arithmetic. ``two_arrays`` keeps k and v apart, which saves a copy, if no keys travel.
     """
     arrays = [k] if v is None else [k, v] if two_arrays else [jnp.concatenate([k, v], -1)]
     bits = None
@@ -88,11 +82,7 @@ def along_tokens(function: Callable[[jax.Array], jax.Array], keys: Keys) -> Keys
 
 
 def placed(parts: Sequence[tuple[jax.Array, Keys]], like: Keys) -> Keys:
-    """Return keys with the shapes of ``like`` that hold the keys of all ``parts``.
-
-    Each part is a pair (first, keys): its keys are written to the tokens from index ``first`` on. All other keys are 0, and also
-    masked if ``like`` has a key mask.
-    """
+    """Return keys shaped as ``like`` that hold each part (first, keys) from token ``first`` on; the rest is 0 and masked."""
     if len(parts) == 1 and parts[0][1].kv.shape == like.kv.shape:
         return parts[0][1]
     shard: Keys = jax.tree.map(jnp.zeros_like, like._replace(bits=unpack(like)))

@@ -29,9 +29,8 @@ from .state import BackwardInputs, Gradients, State
 def as_one_run(rows: jax.Array, keys: Keys, score: Score, queries: int, band: Band) -> tuple[jax.Array, Keys, Score]:
     """Convert a step of a balanced layout so that each shard is one run, and return its new rows, keys and score.
 
-    ``rows``: a ``runs.Row`` for each pair of a query run and a key run. The new rows are a single Row, of the two whole shards
-    and without a mask: the new extents express the mask, as intervals of key indices. ``queries``: number of tokens of the query
-    shard, padding included. ``band``: the mask, in positions.
+    The new rows are one Row of the two whole shards without a mask: the new extents, intervals of key indices, express ``band``.
+    ``queries``: number of tokens of the query shard, padding included.
     """
     q_runs, k_runs = rows[:, 0, 2:5], rows[0, :, 5:8]
     batch, tokens = keys.kv.shape[:2]
@@ -54,11 +53,7 @@ def _local(positions: jax.Array, intervals: jax.Array) -> jax.Array:
 
 
 def positions_of(runs: jax.Array, tokens: int) -> jax.Array:
-    """Return the position of each token of a shard, int32 [tokens]; ``BEYOND`` (2^30) at padding.
-
-    ``runs`` int32 [runs, 3]: for each run, the index of its first token in the shard, its length, and the position of its first
-    token.
-    """
+    """Return each token's position, int32 [tokens], ``BEYOND`` at padding. ``runs`` int32 [runs, 3]: (base, length, start)."""
     base, length, start = runs.T
     offset = jnp.arange(tokens, dtype=jnp.int32)[:, None] - base
     held = (offset >= 0) & (offset < length)
@@ -66,19 +61,13 @@ def positions_of(runs: jax.Array, tokens: int) -> jax.Array:
 
 
 def impossible(extents: jax.Array, at: jax.Array, kv_length: int) -> jax.Array:
-    """Return bool [b s], True for each query whose extent is not ``0 <= first <= end <= kv_length``; False at padding.
-
-    ``at``: the position of each query, int32 [s], as ``positions_of`` returns it.
-    """
+    """Return bool [b s], True unless ``0 <= first <= end <= kv_length`` or the query is padding. ``at``: its position [s]."""
     first, end = jnp.unstack(clipped(extents), axis=-1)
     return (at < BEYOND) & ((extents < 0).any(-1) | (end < first) | (end > min(kv_length, BEYOND)))
 
 
 def limits(at: jax.Array, band: Band) -> tuple[jax.Array, jax.Array]:
-    """Return (least, most), int32 [s 2] each: ``jnp.clip(extents, least, most)`` restricts extents [s 2] to the mask ``band``.
-
-    ``at``: the position of each query, int32 [s].
-    """
+    """Return (least, most), int32 [s 2] each: ``jnp.clip(extents, least, most)`` restricts extents to ``band``."""
     none, all_of_them = jnp.zeros_like(at), jnp.full_like(at, BEYOND)
     first = none if band.hi is None else at - band.hi
     end = all_of_them if band.lo is None else at - band.lo + 1
@@ -90,9 +79,7 @@ def limits(at: jax.Array, band: Band) -> tuple[jax.Array, jax.Array]:
 class TracedRuns:
     """A backend for a traced layout: it converts each step from token positions to local indices, and calls ``backend``.
 
-    A call in a traced layout runs the plan of contiguous shards. So the fields ``q_start`` and ``k_start`` of a ``runs.Row`` are
-    not positions. They are the indices of the query shard's and the key shard's first token in the table ``score.positions``. The
-    extents express the mask.
+    Here ``q_start`` and ``k_start`` of a ``runs.Row`` are indices in ``score.positions``, and the extents express the mask.
     """
 
     backend: Backend
@@ -128,11 +115,9 @@ class TracedRuns:
 
 
 def _converted(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> tuple[Keys, jax.Array, Score]:
-    """Return the keys, rows and score of a step, with indices in the two shards in place of token positions.
+    """Return the keys, rows and score of a step with indices in the two shards in place of token positions.
 
-    Query extents (``score.extents``) become intervals of key indices, and key extents (``keys.extents``) intervals of query
-    indices. ``rows`` holds one ``runs.Row``, whose ``q_start`` and ``k_start`` are indices in the table ``score.positions``. In
-    the new Row they are indices in the shards. ``step_positions`` of the new score holds the token positions of both shards.
+    Query extents become intervals of key indices, and key extents intervals of query indices.
     """
     assert score.positions is not None and score.extents is not None
     at, table = Row(*rows[0, 0]), score.positions

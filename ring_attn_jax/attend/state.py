@@ -11,9 +11,8 @@ import jax.numpy as jnp
 class State(NamedTuple):
     """The attention state over the keys seen so far: out [b s h e], lse [b s h] and rest [b s h].
 
-    ``rest`` is the rounding error of lse: the softmax's denominator is ``exp(lse + rest)``. At scores of 1e4 the rounding of a
-    float32 lse changes the denominator by up to 5e-4 of its value. ``rest`` is None for 16-bit inputs, because their scores have
-    larger errors.
+    ``rest``, None for 16-bit inputs, is the rounding error of lse: the denominator is ``exp(lse + rest)``. At scores of 1e4 the
+    rounding of a float32 lse changes the denominator by up to 5e-4 of its value.
     """
 
     out: jax.Array
@@ -35,12 +34,10 @@ Gradients = jax.Array | tuple[jax.Array, ...]
 
 
 class BackwardInputs(NamedTuple):
-    """The inputs that all steps of a backward share: q [b s h d], dout [b s h e], lse and delta.
+    """The inputs of all steps of a backward: q [b s h d], dout [b s h e], lse and delta.
 
-    ``lse``, ``delta`` (defined in ``Backend.backward_inputs``): [b s h]; for kernels [b h s], with lse in base 2. ``sinks`` [h]:
-    the contribution of these queries to the gradient of the sinks; the steps do not change it. ``bounds`` int32 [b, q tiles, 4],
-    for kernels: the least ``first``, the greatest ``end``, the greatest ``first`` and the least ``end`` of the extents [first,
-    end) in each query tile.
+    For kernels lse and delta are [b h s], lse in base 2, else [b s h]. ``sinks`` [h]: these queries' part of the sinks' gradient.
+    ``bounds`` int32 [b, q tiles, 4]: least ``first``, greatest ``end``, greatest ``first``, least ``end`` of a tile's extents.
     """
 
     q: jax.Array

@@ -27,11 +27,10 @@ class BatchRows(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile: tokens ``first .. end - 1`` of run ``run``, counted from the run's start.
+    """A tile: tokens ``first .. end - 1`` of run ``run``, counted from the run's start. A load always takes ``block`` tokens.
 
-    A load always takes ``block`` tokens, so it may begin in the previous tile or pass the run's end. ``base``: the first loaded
-    token, as an index in the shard. ``index`` int32 [block]: each loaded token's index in the run. ``valid`` bool [block]: True
-    at ``first .. end - 1``, False at the other loaded tokens.
+    ``base``: the first loaded token, as an index in the shard. ``index`` int32 [block]: each loaded token's index in the run.
+    ``valid`` bool [block]: True at ``first .. end - 1``.
     """
 
     run: jax.Array
@@ -84,8 +83,7 @@ class Tile(NamedTuple):
 class TileInputs:
     """The inputs of one ring step, and the ranges of tiles to visit.
 
-    ``key_mask`` bool [b t]. ``key_extents`` int32 [b t 2]. ``philox_keys`` uint32 [b h]: the Philox keys of dropout. ``even``:
-    True if the shard is divided into equal slots, one per run. If False, runs have any length and follow each other without gaps.
+    ``key_mask`` [b t], ``key_extents`` [b t 2], ``philox_keys`` [b h]. ``even``: the shard has equal slots, one per run.
     """
 
     q: jax.Array
