@@ -30,10 +30,7 @@ LSE_NAME = "ring_attn_lse"
 
 
 class OpInputs(NamedTuple):
-    """The arrays of a call, or their gradients: None for an array without a gradient, such as a mask.
-
-    Shapes: q [b s h d], k [b t g d], v [b t g e].
-    """
+    """The arrays q [b s h d], k [b t g d], v [b t g e] and others of a call, or their gradients."""
 
     q: jax.Array
     k: jax.Array
@@ -53,8 +50,7 @@ class OpInputs(NamedTuple):
 def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_name: str) -> tuple[jax.Array, jax.Array]:
     """Compute (out, lse) of ``ring_attention`` from its arguments as records. Differentiable once, in reverse mode.
 
-    If ``v`` is None, the values are the first ``options.v_dim`` columns of k. The backward reads them as a separate array; the
-    forward does so only if a backend is named and a backward follows (``CompiledCall.recorded``).
+    If ``v`` is None, the values are the first ``options.v_dim`` columns of k.
     """
     v = k[..., : options.v_dim] if v is None else v
     ranks = ring_size(axis_name)
@@ -71,10 +67,7 @@ def _attention(inputs: OpInputs, compiled: CompiledCall, axis_name: str) -> tupl
 
 
 def round_the_ring(inputs: OpInputs, compiled: CompiledCall, axis_name: str, total: State | None = None) -> State:
-    """Run the ring's forward and return the state of this rank's queries. Only ``_attention`` defines a derivative.
-
-    ``total``: the state of these queries over other keys, from which to continue; None: start without keys.
-    """
+    """Run the ring's forward from ``total``, a state over other keys or None, and return the state of this rank's queries."""
 
     def forward(inputs: OpInputs, total: State | None) -> State:
         q, k, v, arrays = inputs

@@ -31,11 +31,9 @@ from ..ring.step import Ring
 
 
 class Arrays(NamedTuple):
-    """The optional arrays of a call, or their gradients, each named like the public argument. None: not passed, or no gradient.
+    """The optional arrays of a call, or their gradients, named like the public arguments; callers pass them by position.
 
-    The checks of ring_attn_core look the arrays up by these names. Callers pass them by position, so append a new array at the
-    end. ``dropout_seed``: the dropout state, made from the public ``dropout_seed`` and ``dropout_offset``. ``positions``, not
-    public: the token positions of a traced layout (``traced.py``).
+    ``dropout_seed``: the state made from public seed and offset. ``positions``, not public: those of a traced layout.
     """
 
     extents: jax.Array | None = None
@@ -48,11 +46,7 @@ class Arrays(NamedTuple):
 
 
 def problem_of(q: Any, k: Any, v: Any, arrays: Arrays, ranks: int, options: Options) -> Problem:
-    """Describe the call as plain data, without array values.
-
-    Raise ValueError if an argument is not an array. Raise it too if q, k or v has a symbolic size other than the batch size, or
-    is float64 without ``jax_enable_x64``, since JAX would cast it to float32.
-    """
+    """Describe the call as plain data, without array values."""
     dtypes = dtype_names(q, k, v)
     of_seed = () if arrays.dropout_seed is None else (OptionalArray("dropout_seed", (), "uint32"),)
     return Problem(
@@ -84,7 +78,7 @@ class CompiledCall(NamedTuple):
 
     @property
     def of_backward(self) -> CompiledCall:
-        """Return the call for the backward, which needs v as an array separate from k. Raise ValueError as ``checked`` does."""
+        """Return the call for the backward, which needs v as an array separate from k."""
         if self.values_in_keys is None:
             return self
         problem, anywhere = self.values_in_keys
@@ -92,11 +86,7 @@ class CompiledCall(NamedTuple):
 
     @property
     def recorded(self) -> CompiledCall:
-        """Return the call to run for a forward that a backward will follow.
-
-        If the user named a backend and the values are columns of k, return ``of_backward``, so that the named backend runs both
-        the forward and the backward. Otherwise return this call.
-        """
+        """Return the call to run for a forward that a backward follows: a backend named by the user runs both."""
         automatic = self.values_in_keys is None or self.values_in_keys[0].options.backend == "auto"
         return self if automatic else self.of_backward
 
@@ -124,8 +114,7 @@ class CompiledCall(NamedTuple):
 def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     """Check a problem, choose its backend, and compile its kernels if the backend has any.
 
-    ``anywhere``: True for ``attend_block``, whose caller chooses the position at which a run of tokens begins; False if the
-    plan determines all positions. Raise ValueError if a check fails.
+    ``anywhere``: True if the caller chooses the position at which a run begins, as in ``attend_block``; False if the plan does.
     """
     warn_if_untried("jax")
     plan, options = problem.check(), problem.options

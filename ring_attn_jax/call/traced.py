@@ -64,8 +64,7 @@ def traced(options: Options, layout: TracedLayout, arrays: Arrays, shape: tuple[
     """Return ``options`` and ``arrays`` of a call in ``layout``, converted to those of a call on contiguous shards.
 
     The new arrays hold the layout's positions, and extents that express the mask and hide the padding. ``shape``: the shape of q,
-    the shard of this rank on the mesh axis ``axis_name``, or the global array if ``axis_name`` is None. Raise ValueError if an
-    argument does not fit the layout or is not supported with it.
+    of this rank's shard, or of the global array if ``axis_name`` is None.
     """
     ranks, local = layout.table.shape
     for name in ("length", "kv_length"):
