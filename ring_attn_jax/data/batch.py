@@ -153,10 +153,7 @@ def shard_batch(
 
 
 def _balanced(owner: jax.Array, ranks: int) -> BalancedLayout:
-    """Return the balanced layout for ``owner`` [batch, length], the document id of each token.
-
-    Raise ValueError if the host cannot read the values of ``owner``.
-    """
+    """Return the balanced layout for ``owner`` [batch, length], the document id of each token."""
     ids = on_host(owner)
     if ids is None:
         raise ValueError(

@@ -73,11 +73,7 @@ def prefix_extents(prefix: int | Int[Array, " batch"], length: int) -> Int[Array
 
 
 def integers(name: str, x: Any, *dims: str) -> jax.Array:
-    """Return ``x`` as an array of int32, or of int64 if its dtype is int64.
-
-    ``dims``: the names of the dimensions that ``x`` must have. Raise ValueError if ``x`` does not hold integers or has another
-    number of dimensions, or if a value that the host can read does not fit the dtype.
-    """
+    """Return ``x`` as an array of int32, or of int64 if its dtype is int64. ``dims``: the names of its dimensions."""
     array = converted(name, x)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim != len(dims):
         raise ValueError(f"{name} must be integers [{', '.join(dims)}], got {array.dtype} {list(array.shape)}")
@@ -90,7 +86,7 @@ def integers(name: str, x: Any, *dims: str) -> jax.Array:
 
 
 def converted(name: str, x: Any) -> jax.Array:
-    """Return ``x`` as an array. Raise ValueError if it cannot be converted."""
+    """Return ``x`` as an array."""
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError, OverflowError) as error:
@@ -103,10 +99,7 @@ def on_host(x: Any) -> np.ndarray | None:
 
 
 def whole(x: jax.Array, dim: int) -> jax.Array:
-    """Return ``x``, all-gathered along ``dim`` if an Explicit mesh axis shards this dimension.
-
-    A permutation along ``dim``, such as a layout, cannot keep such a sharding.
-    """
+    """Return ``x``, all-gathered along ``dim`` if an Explicit mesh axis shards it: a permutation cannot keep such a sharding."""
     x = jnp.asarray(x)
     sharding = jax.typeof(x).sharding
     if sharding.spec[dim] is None:
