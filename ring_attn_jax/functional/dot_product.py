@@ -113,10 +113,7 @@ def dot_product_attention(
 
 
 class Shards(NamedTuple):
-    """The sharding of q and k over ``ranks`` ranks of the mesh axis ``axis_name``, or on one device if ``axis_name`` is None.
-
-    ``local``: the numbers of queries and of keys in one shard. ``lengths``: the global numbers of queries and of keys.
-    """
+    """The sharding of q and k over a mesh axis (None: one device), with ``local`` and global numbers of queries and of keys."""
 
     axis_name: str | None
     ranks: int
@@ -126,7 +123,7 @@ class Shards(NamedTuple):
 
     @classmethod
     def of(cls, q: Any, k: Any, axis_name: str | None, layout: str, lengths: tuple[int | None, int | None]) -> Shards:
-        """Return the Shards of q and k [batch, tokens, heads, head_dim]. Raise ValueError if lengths or layout do not fit."""
+        """Return the Shards of q and k [batch, tokens, heads, head_dim]."""
         named(layout)
         instead = "pass axis_name=None for one device"
         ranks = 1 if axis_name is None else ring_size(axis_name, "functional.dot_product_attention", instead)
@@ -141,10 +138,7 @@ class Shards(NamedTuple):
         return jnp.concatenate([run.start + run.stride * jnp.arange(run.length, dtype=jnp.int32) for run in runs])
 
     def own(self, x: Any, of: int) -> jax.Array | None:
-        """Return this rank's shard of a global array [rows, length, ...], padded with zeros, or None if ``x`` is None.
-
-        ``of``: 0 if the tokens of ``x`` are queries, 1 if they are keys.
-        """
+        """Return this rank's shard of a global array [rows, length, ...], padded with 0. ``of``: 0 for queries, 1 for keys."""
         if x is None:
             return None
         more = self.ranks * self.local[of] - x.shape[1]
@@ -152,10 +146,9 @@ class Shards(NamedTuple):
         return jnp.take(padded, self.positions(of), 1)
 
     def within(self, extents: jax.Array | None, queries: Any, keys: Any, batch: int) -> jax.Array:
-        """Limit ``extents`` [batch, tokens, 2], the interval of keys that each local query sees, to keys that are not padding.
+        """Limit ``extents`` [batch, tokens, 2] (None: all) to keys that are not padding; padded queries get an empty interval.
 
-        A padded query gets an empty interval. ``queries``, ``keys`` [batch]: the numbers of queries and of keys in each row
-        without padding; None: no padding. If ``extents`` is None, each query sees all keys.
+        ``queries``, ``keys`` [batch]: the numbers of queries and of keys in each row without padding; None: no padding.
         """
         if extents is None:
             extents = jnp.broadcast_to(jnp.array([0, self.lengths[1]], jnp.int32), (1, self.local[0], 2))
@@ -178,17 +171,14 @@ class Shards(NamedTuple):
 
 
 def _batched(name: str, x: Any, unbatched: bool) -> jax.Array:
-    """Return ``x`` as [batch, tokens, heads, head_dim], with a batch of 1 added if ``unbatched`` is True.
-
-    Raise ValueError if ``x`` is not an array of 4 dimensions, or of 3 if ``unbatched`` is True.
-    """
+    """Return ``x`` as [batch, tokens, heads, head_dim], with a batch of 1 added if ``unbatched`` is True."""
     if not hasattr(x, "ndim") or x.ndim != (3 if unbatched else 4):
         raise ValueError(f"{name} must be [batch, tokens, heads, head_dim], or all three without the batch, got {in_words(x)}")
     return x[None] if unbatched else x
 
 
 def _row_lengths(name: str, x: Any, batch: int) -> jax.Array:
-    """Return ``x``, the number of tokens of each row, as int32 [batch, 1]. Raise ValueError if it is not integers [batch]."""
+    """Return ``x``, the number of tokens of each row, as int32 [batch, 1]."""
     x = jnp.asarray(x)
     if x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers [batch] = [{batch}], the tokens of each row, got {x.dtype} {list(x.shape)}")
@@ -196,7 +186,7 @@ def _row_lengths(name: str, x: Any, batch: int) -> jax.Array:
 
 
 def _window(size: Any) -> Band:
-    """Return the band of ``local_window_size``, full for None. Raise ValueError if it is not None, an int or a pair of ints."""
+    """Return the band of ``local_window_size``, full for None."""
     if size is None:
         return full()
     sides = (size, size) if is_integer(size) else size
@@ -207,12 +197,9 @@ def _window(size: Any) -> Band:
 
 
 def _mask_arguments_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[DenseMaskArguments, Any]:
-    """Convert a global mask to ring arguments. Return them, and bool [rows, queries]: True for each query that they fit.
+    """Return the ring arguments of a global mask, and bool [rows, queries]: True for each query whose mask they express exactly.
 
-    The arguments fit a query if they express exactly the query's row of the mask. If the host can read the values of the mask,
-    the arguments fit every query, and the second result is None. ``shape``: batch, heads, length and kv_length, to which the mask
-    must broadcast. Raise ValueError if the shape or dtype of the mask does not fit. Raise it too if a mask that the host can read
-    differs between heads, or if no arguments can express it.
+    The second is None if the host can read the mask: they fit every query. ``shape``: (batch, heads, length, kv_length).
     """
     sizes = (*[1] * (4 - getattr(mask, "ndim", 0)), *getattr(mask, "shape", ()))
     if len(sizes) != 4 or not hasattr(mask, "ndim") or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):
@@ -240,10 +227,7 @@ def _mask_arguments_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[Den
 
 
 def _traced_mask_arguments(visible: jax.Array) -> tuple[DenseMaskArguments, jax.Array]:
-    """Return the tightest extents and key extents around ``visible`` bool [rows, queries, keys], and bool [rows, queries].
-
-    The bool result is True for a query if extents and key extents together permit exactly the query's visible keys.
-    """
+    """Return the tightest extents around ``visible`` [rows, queries, keys], and bool [rows, queries]: True if they are exact."""
     extents, key_extents = _hull(visible), _hull(visible.swapaxes(1, 2))
     query = jnp.arange(visible.shape[1], dtype=jnp.int32)[None, :, None]
     key = jnp.arange(visible.shape[2], dtype=jnp.int32)[None, None]
