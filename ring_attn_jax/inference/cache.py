@@ -24,11 +24,7 @@ from .step import CachedRequests, DecodeStep, appended, prefilled
 
 
 class LayerPart(NamedTuple):
-    """One layer's k, v and token positions on this rank, under the argument names of ``tree_attention_decode``.
-
-    Shapes: k [batch, slots, kv_heads, head_dim], v [..., v_dim], ``k_positions`` int32 [batch, slots] (-1: empty slot).
-    ``k_scale``, ``v_scale`` [kv_heads]: the scales of a float8 cache, None for other dtypes.
-    """
+    """A layer's k [batch, slots, kv_heads, head_dim], v and scales; ``k_positions`` int32 [batch, slots], -1 if empty."""
 
     k: jax.Array
     v: jax.Array
@@ -211,10 +207,7 @@ def _name(dtype: Any) -> Any:
 
 
 def _empty(spec: CacheSpec, ranks: int) -> list[jax.Array]:
-    """Return k, v, positions, counts, lengths, reached and owners of an empty cache.
-
-    ``ranks``: the number of ranks whose slots k, v and positions hold: 1 or all.
-    """
+    """Return k, v, positions, counts, lengths, reached and owners of an empty cache with the slots of 1 or all ``ranks``."""
     sizes, slots = spec.sizes, spec.slots * ranks
     heads = [(sizes.layers, spec.batch, slots, sizes.kv_heads, dim) for dim in (sizes.head_dim, sizes.v_dim)]
     keys = [jnp.zeros(shape, spec.dtype) for shape in heads]
@@ -226,10 +219,7 @@ def _empty(spec: CacheSpec, ranks: int) -> list[jax.Array]:
 def chunk_step(
     cache: KVCache, tokens: int, layout: str, lengths: Lengths | None, rows: Rows | None, fresh: bool, longest: int
 ) -> DecodeStep:
-    """Return the result of ``cache.prefill_step``. If ``lengths`` is an array, no chunk has more than ``longest`` tokens.
-
-    The other arguments are those of ``KVCache.prefill_step``. Raise ValueError if an argument does not fit.
-    """
+    """Return the result of ``cache.prefill_step``. If ``lengths`` is an array, no chunk has more than ``longest`` tokens."""
     of = None if rows is None else tuple(checks.check_step_rows(rows, cache.spec.batch))
     batch, most = cache.spec.batch if of is None else len(of), tokens * cache.spec.ranks
     positions(layout, cache.spec.ranks, tokens)

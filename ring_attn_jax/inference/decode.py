@@ -92,11 +92,7 @@ def tree_attention_decode(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _decode(problem: Decode, call: DecodeCall | None, ring: tuple[str, int], arrays: DecodeArrays) -> tuple[jax.Array, jax.Array]:
-    """Compute (out, lse) of a checked problem.
-
-    ``call``: the parameters that all kernel launches share, or None for the backend "blockwise". ``ring``: the name of the mesh
-    axis and the number of ranks.
-    """
+    """Compute (out, lse) of a checked problem by kernels with the parameters ``call``, or in plain jnp if ``call`` is None."""
     axis_name, ranks = ring
 
     def attend(arrays: DecodeArrays) -> tuple[jax.Array, jax.Array]:
@@ -119,11 +115,7 @@ def _(*_: Any) -> Any:
 
 
 def as_int32(name: str, positions: Any) -> Any:
-    """Convert positions of any integer dtype to int32. Clamp traced positions to at most 2^31 - 1.
-
-    If ``positions`` is not an integer array, return it unchanged. Raise ValueError if a position exceeds int32. Traced positions
-    are not checked. ``name``: the name of the argument, for the message.
-    """
+    """Convert positions of any integer dtype to int32, traced ones clamped to at most 2^31 - 1; return other values unchanged."""
     dtype = str(getattr(positions, "dtype", ""))
     if dtype not in INTEGERS or dtype == "int32":
         return positions
@@ -137,10 +129,7 @@ def as_int32(name: str, positions: Any) -> Any:
 
 
 def _problem(arrays: DecodeArrays, options: tuple[Any, Any, Any, Any]) -> Decode:
-    """Return the Decode record of a call: shapes and dtypes of its arrays, its device, and its options.
-
-    ``options``: (window, scale, softcap, backend).
-    """
+    """Return the Decode record of a call. ``options``: (window, scale, softcap, backend)."""
     dtypes = dtype_names(arrays.q, arrays.k, arrays.v)
     others = described(dict(zip(arrays._fields[3:], arrays[3:], strict=True)))
     for name in ("q_positions", "k_positions"):

@@ -38,8 +38,6 @@ class PlacedModel(NamedTuple):
         """Put a model's weights on its mesh. A model without a mesh becomes a ring of one rank on its device.
 
         Weights that are sharded over the mesh keep their sharding. All other weights are replicated.
-
-        Raise ValueError if the model's mesh has no devices.
         """
         from flax import nnx
 
@@ -71,14 +69,9 @@ class Programs(NamedTuple):
         first(weights, cache, hidden, parameters, ends) -> newest
         step(weights, cache, newest, parameters, ends) -> (newest, cache)
 
-    ``prefill`` fills the cache with one chunk of each prompt, ``chunk`` = (ids, lengths, ends). Here ``ends`` is a mask of the
-    prompts that end in this chunk. The rows of these prompts in ``hidden`` [requests, dim] become the last block's outputs for
-    their last tokens. ``fresh``: True for the first chunk. ``equal``: the number of tokens of a prompt in the chunk if it is the
-    same for all prompts and the chunk has no padding, else None.
-
-    ``first`` draws the token after each prompt. ``step`` caches the newest tokens and draws the next tokens. ``newest``: the pair
-    (tokens, finished) of ``DecodeLoop``. ``parameters``: sampling parameters. For ``first`` and ``step``, ``ends`` is a pair: the
-    stop ids, and the number of cached tokens at which each request ends.
+    ``chunk``: (ids, lengths, mask of the prompts that end in it); their rows of ``hidden`` [requests, dim] become the last
+    block's outputs. ``equal``: the tokens of every prompt if equal, else None. ``newest``: (tokens, finished). ``ends``: (stop
+    ids, cached tokens at which each request ends).
     """
 
     prefill: Callable[..., Any]
@@ -88,20 +81,16 @@ class Programs(NamedTuple):
 
 @lru_cache(maxsize=16)
 def programs(graph: Any, tree: Any, mesh: Mesh, specs: Specs) -> Programs:
-    """Build the jitted programs of a model, or return those of an earlier call with equal arguments.
+    """Build the jitted programs of a model; another ``generate`` with the same sizes compiles nothing.
 
-    So another ``generate`` with the same sizes compiles nothing. ``graph``: the model without its arrays, from ``nnx.split``.
-    ``tree``: the pytree structure whose leaves are the weights. ``specs``: the PartitionSpecs of the weights.
+    ``graph``: the model without its arrays, from ``nnx.split``. ``tree``: the pytree structure whose leaves are the weights.
     """
 
     def model_of(weights: Sequence[jax.Array]) -> RankModel:
         return RankModel.of(graph, tree, weights, specs)
 
     def mapped(on_rank: Callable[..., Any], cache: KVCache) -> Callable[..., Any]:
-        """Apply ``jax.shard_map`` to ``on_rank(weights, cache, inputs)`` -> (result, cache).
-
-        Weights are sharded by ``specs`` and the cache by ``cache.specs``; inputs and result are replicated.
-        """
+        """Apply ``jax.shard_map`` to ``on_rank(weights, cache, inputs)`` -> (result, cache); inputs and result are replicated."""
         return jax.shard_map(on_rank, mesh=mesh, in_specs=(specs, cache.specs, SAME), out_specs=(SAME, cache.specs))
 
     @partial(jax.jit, static_argnames=("fresh", "equal"), donate_argnames="cache")
@@ -142,10 +131,7 @@ def _drawn(logits: jax.Array, cache: KVCache, parameters: Any) -> jax.Array:
 
 
 def _ended(tokens: jax.Array, cache: KVCache, ends: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Return a mask of the requests that end with their newest token, bool [requests].
-
-    ``ends``: the stop ids, and for each request the number of cached tokens at which it ends.
-    """
+    """Return a mask [requests] of those that end now. ``ends``: (stop ids, number of cached tokens at which each ends)."""
     stop, lengths = ends
     return (tokens[:, None] == stop[None]).any(1) | (cache.lengths >= lengths)
 
@@ -153,8 +139,7 @@ def _ended(tokens: jax.Array, cache: KVCache, ends: tuple[jax.Array, jax.Array])
 class DecodeLoop:
     """The state of the decode loop: the cache, and each request's newest token.
 
-    ``newest``: the pair (tokens, finished). ``tokens`` int32 [requests]: the newest tokens. ``finished`` bool [requests]: True if
-    the request has drawn a stop id or its maximum number of new tokens.
+    ``newest``: (tokens int32 [requests], finished bool [requests]: has drawn a stop id or its maximum number of new tokens).
     """
 
     def __init__(self, placed: PlacedModel, cache: KVCache, generation: Generation) -> None:

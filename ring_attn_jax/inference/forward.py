@@ -103,8 +103,7 @@ def prefill_prompts(
 def _on_ring(function: OnRank, model: RingTransformer, cache: KVCache, new: tuple[Any, ...]) -> Any:
     """Call ``function(rank_model, cache, new)`` in a new shard_map if the model has a mesh, else in the caller's shard_map.
 
-    ``new``: a tuple of arguments that are equal on all ranks. Outside of jit, equal functions of equal models compile once, if
-    everything in the model but its arrays is hashable. Inside of jit each call is traced, because the model may have changed.
+    Outside of jit, equal functions of equal models compile once; inside, each is traced, because the model may have changed.
     """
     from flax import nnx
 
@@ -127,11 +126,7 @@ def _is_hashable(x: Any) -> bool:
 
 @lru_cache(maxsize=16)
 def _over_mesh(function: OnRank, graph: Any, tree: Any, mesh: Any, of_weights: Specs) -> Callable[..., Any]:
-    """Return the jitted program of :func:`_on_ring`, ``program(weights, cache, new)``.
-
-    ``graph``: the model without its arrays, from ``nnx.split``. ``tree``: the pytree structure whose leaves are the weights.
-    ``of_weights``: the PartitionSpecs of the weights.
-    """
+    """Return the jitted program of :func:`_on_ring`, ``program(weights, cache, new)``."""
     same = PartitionSpec()
 
     def inside(weights: Any, cache: KVCache, new: tuple[Any, ...]) -> Any:
@@ -146,10 +141,7 @@ def _over_mesh(function: OnRank, graph: Any, tree: Any, mesh: Any, of_weights: S
 
 
 def decoded(model: RankModel, cache: KVCache, new: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, KVCache]:
-    """Return the logits and the cache of ``decode_step``; call inside shard_map.
-
-    ``new``: the pair (ids, mask of real tokens or None).
-    """
+    """Return the logits and the cache of ``decode_step``, inside shard_map. ``new``: (ids, mask of real tokens or None)."""
     ids, valid = new
     step = cache.step(ids.shape[1], valid=valid)
 
@@ -167,10 +159,7 @@ def decoded(model: RankModel, cache: KVCache, new: tuple[jax.Array, jax.Array | 
 
 @dataclass(frozen=True)
 class _Prompted:
-    """The function that :func:`prefill_prompts` calls inside shard_map, equal to another one with equal fields.
-
-    ``equal``: the length of every request, or None if lengths come with the ids. ``longest``: no request has more tokens.
-    """
+    """The function that :func:`prefill_prompts` calls inside shard_map. ``equal``: every request's length, or None."""
 
     equal: int | None
     longest: int
@@ -186,10 +175,9 @@ class _Prompted:
 def last_hidden(
     model: RankModel, cache: KVCache, ids: jax.Array, lengths: Lengths, fresh: bool, longest: int
 ) -> tuple[jax.Array, KVCache]:
-    """Return the last block's output [batch, dim] for the last token of each request, and the cache; call inside shard_map.
+    """Return the last block's output [batch, dim] for each request's last token in ``ids`` (0 without one), and the cache.
 
-    The output is 0 if the request has no token in the chunk ``ids``. ``longest``: no request has more tokens in it. Other
-    arguments: as in :func:`prefill_prompts`.
+    Call it inside shard_map. ``longest``: no request has more tokens in the chunk.
     """
     ring, axis = model.model.ring, cache.axis_name
     ranks = cache.spec.ranks
@@ -243,10 +231,7 @@ def computes_in(model: RingTransformer) -> str:
 
 
 def check_model(model: RingTransformer, traced: bool = False) -> None:
-    """Raise ValueError if ``model`` is not a RingTransformer, or if its masks, ``head_axis`` or sharded weights prevent decoding.
-
-    Raise ValueError also inside jit or another transformation, unless ``traced`` is True.
-    """
+    """Raise ValueError if the type, masks or sharding of ``model`` prevent decoding, or inside jit unless ``traced`` is True."""
     from flax import nnx
 
     if not isinstance(getattr(model, "config", None), TransformerConfig):

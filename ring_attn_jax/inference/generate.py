@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 def generated(
     model: RingTransformer, arguments: dict[str, Any], on_token: OnToken | None = None, progress: Progress | None = None
 ) -> list[list[int]]:
-    """Return the new tokens of each prompt, for ``RingTransformer.generate``.
-
-    ``arguments``: the keyword arguments of ``generate``, passed on to ``Generation.of``. ``on_token(request, token)`` is called
-    for each new token. ``progress(done, total)`` is called after each prefilled chunk; both numbers count prompt tokens.
-    """
+    """Return the new tokens of each prompt, for ``RingTransformer.generate``. ``progress`` gets (done, total) prompt tokens."""
     check_model(model)
     generation = Generation.of(model.config, computes_in(model), **arguments)
     for name, function in (("on_token", on_token), ("progress", progress)):
@@ -82,10 +78,6 @@ def _answered(loop: DecodeLoop, generation: Generation, on_token: OnToken | None
 
 
 def _agree(generation: Generation) -> None:
-    """Raise ValueError in every process if the arguments of ``generate`` differ between processes.
-
-    The processes all-gather a digest of their arguments.
-    """
     if jax.process_count() == 1:
         return
     from jax.experimental import multihost_utils

@@ -95,10 +95,7 @@ def prefill(
 
 
 def _over_cached(q: jax.Array, cache: KVCache, layer: int, step: DecodeStep, options: Options) -> State:
-    """Return the State of this rank's queries over the keys that any rank cached before the step, in at least float32.
-
-    A State holds out and lse (``attend/state.py``).
-    """
+    """Return the State of this rank's queries over the keys that any rank cached before the step, in at least float32."""
     axis, ranks = cache.axis_name, cache.spec.ranks
     batch, local, heads, _ = q.shape
     queries = lax.all_gather(q, axis, axis=1, tiled=True)
@@ -115,10 +112,9 @@ def _over_cached(q: jax.Array, cache: KVCache, layer: int, step: DecodeStep, opt
 
 
 def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return this rank's cached k and v sorted by position, and the extent of each query, int32 [b, queries, 2].
+    """Return this rank's cached k and v by position, and int32 [b, queries, 2]: the sorted keys [first, end) of each query.
 
-    An extent is the interval [first, end) of the sorted keys that a query sees, empty for padding. The queries are those of all
-    ranks, in rank order.
+    The queries are those of all ranks, in rank order; the interval of padding is empty.
     """
     spec, rank = cache.spec, lax.axis_index(cache.axis_name)
     of = lambda x: x if step.rows is None else x[step.into[:, 0]]
@@ -143,19 +139,13 @@ def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) 
 
 
 def _first_of(positions: jax.Array, lowest: jax.Array) -> jax.Array:
-    """Return for each query the index of the first of ``positions`` that is at least ``lowest``, as int32 [b, queries].
-
-    ``positions`` [b, slots]: sorted. ``lowest`` int32 [b, queries]: the lowest position that each query sees.
-    """
+    """Return int32 [b, queries]: the index of the first of the sorted ``positions`` [b, slots] that is at least ``lowest``."""
     positions, lowest = vary_alike((), positions, lowest)
     return jax.vmap(jnp.searchsorted)(positions, lowest).astype(jnp.int32)
 
 
 def _merged(parts: State) -> State:
-    """Merge the States (out and lse, ``attend/state.py``) of the same queries over disjoint sets of keys.
-
-    The States are stacked along dimension 0 of each array of ``parts``, and merged in that order.
-    """
+    """Merge, in order, the States of the same queries over disjoint sets of keys, stacked along dimension 0."""
     out, lse, rest = parts
     top = lse.max(0)
     top = jnp.where(top == -jnp.inf, 0, top)

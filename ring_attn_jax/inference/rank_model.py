@@ -23,21 +23,14 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class RankModel:
-    """A RingTransformer inside shard_map: it computes this rank's tokens, and its weights are replicated or this rank's shards.
-
-    ``specs``: the PartitionSpec of each sharded weight, by the weight's path in the model.
-    """
+    """A RingTransformer inside shard_map that computes this rank's tokens. ``specs``: the sharded weights' PartitionSpecs."""
 
     model: RingTransformer = field(kw_only=False)
     specs: Mapping[Path, PartitionSpec] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: Any, tree: Any, weights: Sequence[jax.Array], specs: Specs) -> RankModel:
-        """Make the model from this rank's shards of the weights. It has no mesh, so its layers compute this rank's tokens only.
-
-        ``graph``, ``tree``: from ``nnx.split`` of the model and ``jax.tree.flatten`` of its state. ``specs``: one PartitionSpec
-        for each of the ``weights``.
-        """
+        """Make the model from this rank's shards of the weights; it has no mesh, so its layers compute this rank's tokens."""
         from flax import nnx
 
         model = nnx.merge(graph, jax.tree.unflatten(tree, weights))
@@ -51,8 +44,7 @@ class RankModel:
     def gathered(self, part: Path, after: jax.Array) -> Iterator[None]:
         """All-gather the weights of a part of the model, such as ("blocks", 0), for the time of the ``with`` block.
 
-        The gathers wait until ``after`` is computed. Otherwise XLA could gather all layers at once, and a rank would hold the
-        whole model.
+        The gathers wait for ``after``. Otherwise XLA could gather all layers at once, and a rank would hold the whole model.
         """
         from flax import nnx
 
@@ -95,11 +87,7 @@ def _spec_of(x: Any) -> PartitionSpec:
 
 
 def is_on(mesh: Any, x: Any) -> bool:
-    """Return True if ``x`` is not sharded, or is sharded by a NamedSharding over ``mesh``; else return False.
-
-    An ``x`` that is replicated, traced or not a JAX array counts as not sharded. ``mesh``: a Mesh or None. If it is None, the
-    result is False for every sharded ``x``.
-    """
+    """Return True if ``x`` is replicated, traced, not a JAX array, or sharded by a NamedSharding over ``mesh``."""
     sharding = getattr(x, "sharding", None)
     if isinstance(x, Tracer) or sharding is None or sharding.is_fully_replicated:
         return True

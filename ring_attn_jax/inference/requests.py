@@ -167,8 +167,5 @@ class Requests:
 
 
 def _where(rows: jax.Array, value: int, x: jax.Array, axis: int) -> jax.Array:
-    """Return ``x`` with ``value`` for the requests in the mask ``rows`` [batch]. ``axis``: the batch dimension of ``x``.
-
-    The function uses ``jnp.where`` and not a scatter, since a scatter would need the sharding of its result.
-    """
+    """Return ``x`` with ``value`` at the requests in the mask ``rows`` [batch]; a scatter would need its result's sharding."""
     return jnp.where(rows.reshape([-1 if dim == axis else 1 for dim in range(x.ndim)]), jnp.asarray(value, x.dtype), x)

@@ -69,10 +69,9 @@ def _numbers(numbers: Any, logits: jax.Array) -> jax.Array:
 
 
 def drawn(logits: jax.Array, parameters: SamplingParameters, requests: jax.Array, positions: jax.Array) -> jax.Array:
-    """Draw the next token of each request from logits [b vocab]. Return int32 [b].
+    """Draw the next token of each request from logits [b vocab]; return int32 [b]. Parameters are numbers, arrays [b] or None.
 
-    ``parameters``: sampling parameters, each a number, an array [b] or None. ``requests`` [b]: the indices of the requests.
-    ``positions`` [b]: the number of cached tokens of each. The computation is that of :mod:`ring_attn_core.sampling`, in float32
+    ``positions`` [b]: the number of cached tokens of each. The arithmetic is that of :mod:`ring_attn_core.sampling`, in float32
     (float64 for float64).
     """
     if parameters.temperature is None:
@@ -102,11 +101,7 @@ def _column(x: Any, dtype: Any) -> jax.Array:
 
 
 def gumbel(parameters: SamplingParameters, requests: jax.Array, positions: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
-    """Return Gumbel noise [b n], -log(-log(1 - u)), for the token ids ``tokens`` [b n].
-
-    ``requests``, ``positions`` [b]: as in :func:`drawn`. Each uniform number u comes from 32 bits that Philox computes from the
-    seed, the request's index and position, and the token id.
-    """
+    """Return Gumbel noise [b n], -log(-log(1 - u)); Philox computes u from seed, request, position and token id [b n]."""
     word = lambda x: x.astype(jnp.uint32)
     at = word(requests)[:, None], word(positions)[:, None]
     seed = jnp.asarray(parameters.low, jnp.uint32), jnp.asarray(parameters.high, jnp.uint32)

@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 
 def checked_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Array]:
-    """Return the scales of k and v as float32 [layers, kv_heads], or zeros if they are None.
-
-    Raise ValueError if a shape or a value does not fit, or if only one of the two is passed. Traced values are not checked.
-    """
+    """Return the scales of k and v as float32 [layers, kv_heads], or zeros if they are None."""
     shape = spec.sizes.layers, spec.sizes.kv_heads
     if (k_scale is None) != (v_scale is None):
         raise ValueError("k_scale and v_scale go together: pass both, or none to take them from what is written first")
@@ -41,13 +38,10 @@ def checked_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Arra
 def of_first(
     scales: tuple[jax.Array, jax.Array], nothing: jax.Array, new: tuple[jax.Array, jax.Array], step: DecodeStep, axis_name: str
 ) -> list[jax.Array]:
-    """Return a layer's scales of k and v [kv_heads], with each 0 replaced by the smallest power of two above max |x| / 448.
+    """Return a layer's scales [kv_heads], with each 0 replaced by the smallest power of two above max |x| / 448.
 
-    The largest float8 number is 448. The maximum is over the ``new`` k or v of all ranks, so that every x / scale fits into
-    float8; if the maximum is 0, the scale is 1. Multiplication by a power of two is exact.
-
-    ``nothing`` (0-d bool): True if the cache is empty. Then nonzero scales are replaced too, since an earlier step that was
-    never advanced may have set them. If ``nothing`` is False, nonzero scales stay.
+    The largest float8 is 448; the maximum is over the ``new`` k or v of all ranks. If ``nothing`` (0-d: the cache is empty), also
+    replace nonzero scales, which a step that was never advanced may have set.
     """
     real = (step.positions >= 0)[..., None, None]
     largest = jnp.stack([jnp.where(real, jnp.abs(x), jnp.zeros((), x.dtype)).max((0, 1, 3)).astype(jnp.float32) for x in new])

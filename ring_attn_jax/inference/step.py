@@ -22,13 +22,11 @@ META = ("tokens", "layout", "length", "fresh", "ragged", "rows")
 @partial(jax.tree_util.register_dataclass, data_fields=DATA, meta_fields=META)
 @dataclass(frozen=True, eq=False)
 class DecodeStep:
-    """The new tokens of a step, and the arrays of the cache after the step; ``KVCache.advance`` stores these arrays in the cache.
+    """The new tokens of a step, and the arrays of the cache after it; ``KVCache.advance`` stores these arrays in the cache.
 
-    ``positions`` int32 [requests, tokens]: the positions of the tokens whose q, k and v this rank computes, for the rotary
-    embedding and as ``q_positions``; -1 for padding. ``k_positions`` int32 [requests, slots]: the position of the token in each
-    slot, new tokens included. If ``layout`` is None, every rank computes the same ``tokens`` tokens of each request.
-    Otherwise each request has a chunk of at most ``length`` tokens, and each rank computes a shard of ``tokens`` tokens of the
-    padded chunk. Only the first ``chunk[i]`` tokens of request i's chunk are new tokens; the rest is padding.
+    ``positions`` int32 [requests, tokens] of this rank's tokens, -1 for padding. ``k_positions`` int32 [requests, slots] of the
+    slots' tokens, new ones included. Without ``layout`` every rank computes the same ``tokens`` tokens; with it, a shard of
+    ``tokens`` tokens of a padded chunk of at most ``length``, whose first ``chunk[i]`` tokens are new.
     """
 
     positions: jax.Array
@@ -80,10 +78,7 @@ class CachedRequests:
 
 
 def appended(held: CachedRequests, tokens: int, valid: jax.Array | None) -> dict[str, Any]:
-    """Return by name the array fields of a DecodeStep whose ``tokens`` new tokens of each request are computed on every rank.
-
-    ``valid`` bool [b, tokens]: True for real tokens; None: all.
-    """
+    """Return a DecodeStep's arrays by name, for ``tokens`` tokens on every rank, of which ``valid`` [b, tokens] are real."""
     spec, batch = held.spec, len(held.lengths)
     index = jnp.arange(tokens, dtype=jnp.int32)[None]
     if valid is None:
@@ -123,10 +118,7 @@ def appended(held: CachedRequests, tokens: int, valid: jax.Array | None) -> dict
 
 
 def prefilled(held: CachedRequests, chunk: jax.Array, layout: str, local: int) -> dict[str, Any]:
-    """Return the array fields of a DecodeStep by name, for a prefill with shards of ``local`` tokens in ``layout``.
-
-    ``chunk`` int32 [b]: the number of tokens of each request in the chunk, without the padding at its end.
-    """
+    """Return a DecodeStep's arrays by name, for a prefill of ``chunk`` [b] real tokens in shards of ``local`` in ``layout``."""
     spec = held.spec
     of_rank, owners = shards(layout, spec.ranks, local)
     mine = of_rank[held.rank]
@@ -150,31 +142,21 @@ def prefilled(held: CachedRequests, chunk: jax.Array, layout: str, local: int) -
 
 
 def shards(layout: str, ranks: int, local: int) -> tuple[jax.Array, jax.Array]:
-    """Return the positions of each rank's tokens in a chunk, int32 [ranks, local], and the rank of each position, int16 [tokens].
-
-    ``tokens``: ``ranks * local``.
-    """
+    """Return each rank's positions in a chunk, int32 [ranks, local], and the rank of each position, int16 [ranks * local]."""
     of_rank, owners = placement.positions(layout, ranks, local), placement.owners(layout, ranks, local)
     return jnp.asarray(of_rank, jnp.int32), jnp.asarray(owners, jnp.int16)
 
 
 def _fitting(chunk: jax.Array, held: CachedRequests, room: jax.Array) -> jax.Array:
-    """Return the number of new tokens of each request that the cache stores, [b]: ``chunk`` with a window, else at most ``room``.
-
-    ``chunk`` [b]: the number of new tokens of each request. ``room`` [b]: the number of its tokens that still fit in the slots of
-    all ranks. New tokens beyond the room are neither cached nor counted, and overwrite nothing.
-    """
+    """Return the number of new tokens of each request that the cache stores, [b]; tokens beyond the room are not cached."""
     return jnp.minimum(chunk, room) if held.spec.window is None else chunk
 
 
 def _written(held: CachedRequests, here: jax.Array, slot_index: jax.Array, position: jax.Array) -> dict[str, jax.Array]:
-    """Return {"slots": the slots that this rank writes, "k_positions": the position of the token in each slot after the write}.
+    """Return {"slots": the slots that this rank writes, "k_positions": the position of each slot's token after the write}.
 
-    For each token, ``here`` [b, writes] is True if this rank caches it, ``slot_index`` [b, writes] modulo the number of slots is
-    its slot, and ``position`` [b, writes] is its position.
-
-    A token that this rank does not cache gets an index beyond the slots, and the scatter drops it. Without a window, a token
-    beyond the last free slot gets this index too. With a window, it overwrites the oldest slot.
+    ``here`` [b, writes]: this rank caches the token; ``slot_index``: its slot, modulo the slots. A token not cached gets an index
+    beyond the slots, and the scatter drops it. With a window, a token overwrites the oldest slot.
     """
     here = here if held.spec.window is not None else here & (slot_index < held.spec.slots)
     slots = jnp.where(here, slot_index % held.spec.slots, held.spec.slots)
@@ -185,9 +167,7 @@ def _written(held: CachedRequests, here: jax.Array, slot_index: jax.Array, posit
 def _recorded_owners(held: CachedRequests, chunk: jax.Array, of_token: jax.Array) -> dict[str, jax.Array]:
     """Return {"owners": the ranks of the newest tokens, "owner_slots": their indices in the ring buffer ``KVCache.owners``}.
 
-    If there are more new tokens than the buffer holds, only the newest are returned. ``chunk`` [b]: the number of new tokens of
-    each request. ``of_token`` [b, tokens]: the rank that owns each new token. Padding gets an index beyond the buffer, and the
-    scatter drops it.
+    ``chunk`` [b]: the number of new tokens. ``of_token`` [b, tokens]: their ranks. The scatter drops padding, past the end.
     """
     remembered, tokens = held.spec.remembered, of_token.shape[1]
     count = min(tokens, remembered)
