@@ -27,11 +27,7 @@ Caller = Callable[..., jax.Array]
 
 
 def caller(activations: str) -> Caller | None:
-    """Return a ``Caller``, a function that runs a block under the checkpoint policy of ``activations``, or None for "keep".
-
-    The value "recompute" leaves the saved arrays on the device, "offload" moves them to pinned host memory. Raise ValueError if
-    ``activations`` is any other text, or if it is "offload" and the device has no pinned host memory.
-    """
+    """Return a function that runs a block under the checkpoint policy of ``activations``, or None for "keep"."""
     check_activations(activations)
     if activations == "keep":
         return None

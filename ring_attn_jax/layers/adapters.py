@@ -81,11 +81,7 @@ class DropoutArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class FlaxFunction:
-    """The base class of attention functions for flax. Functions with equal fields compare equal, so jit compiles only once.
-
-    A function accepts the arguments that flax passes, and refuses the unsupported ones with a ValueError. A subclass defines
-    ``_attended``.
-    """
+    """The base class of attention functions for flax. Functions with equal fields compare equal, so jit compiles only once."""
 
     where: ShardedAxes
     options: Options
@@ -111,11 +107,7 @@ class FlaxFunction:
         attn_weights_value_einsum: Callable[..., Any] | None = None,
         input_positions: jax.Array | None = None,
     ) -> jax.Array:
-        """Return attention [batch..., tokens, heads, v_dim].
-
-        Shapes: query [batch..., tokens, heads, head_dim], key [batch..., kv_tokens, kv_heads, head_dim], value [batch...,
-        kv_tokens, kv_heads, v_dim]. Other arguments: see :func:`attention_fn`.
-        """
+        """Return attention [batch..., tokens, heads, v_dim]; :func:`attention_fn` describes the arguments."""
         never = bias, module, qk_attn_weights_einsum, attn_weights_value_einsum, input_positions
         for (name, why), refused in zip(REFUSED.items(), never, strict=True):
             if refused is not None:
@@ -152,18 +144,12 @@ class FlaxFunction:
 
     @staticmethod
     def _first(tokens: int, out: jax.Array) -> jax.Array:
-        """Return the first ``tokens`` tokens of ``out`` [batch, tokens, ...].
-
-        If ``out`` has more tokens and an Explicit mesh axis shards them, all-gather them first: a slice cannot keep the sharding.
-        """
+        """Return the first ``tokens`` tokens of ``out`` [batch, tokens, ...], all-gathered: a slice cannot keep a sharding."""
         return out if out.shape[1] == tokens else whole(out, 1)[:, :tokens]
 
 
 class RingAttentionFunction(FlaxFunction):
-    """Ring attention as an ``attention_fn`` of flax.
-
-    The module's mask becomes extents and a key mask, which are arguments of sharded ring attention.
-    """
+    """Ring attention as an ``attention_fn`` of flax: the module's mask becomes extents and a key mask."""
 
     def _attended(self, qkv: Triple, visible: jax.Array | None, dropout: DropoutArguments | None, options: Options) -> jax.Array:
         arrays = Arrays(dropout_seed=None if dropout is None else _dropout_state(dropout))
@@ -206,12 +192,10 @@ def _one_batch(x: jax.Array) -> jax.Array:
 
 
 def _causal_part(band: Band) -> Band:
-    """Return the band of the pairs that both ``band`` and ``causal()`` allow."""
     return Band(max(band.lo or 0, 0), band.hi)
 
 
 def _dropout_state(dropout: DropoutArguments) -> DropoutState:
-    """Return the dropout state of a call. Raise ValueError if ``broadcast`` is True or ``rng`` is None."""
     if dropout.broadcast:
         raise ValueError(
             "broadcast_dropout=True drops the same probabilities in all rows and heads, and ring attention draws for each by "
@@ -223,11 +207,7 @@ def _dropout_state(dropout: DropoutArguments) -> DropoutState:
 
 
 def check_fits(fits: jax.Array | None, must: str, instead: str) -> None:
-    """Raise ValueError if ``fits``, bool [batch, queries] or None, is False for any query.
-
-    Check nothing under jit, or if other processes hold a part of ``fits``. ``must``: the condition in the error message.
-    ``instead``: the message's last sentence, which says what to do.
-    """
+    """Raise ValueError if ``fits`` [batch, queries] is known and False for a query. ``must``, ``instead``: parts of the text."""
     values = None if fits is None else on_host(fits)
     if values is not None and not values.all():
         row, query = (int(i) for i in np.argwhere(~values)[0])
@@ -235,8 +215,5 @@ def check_fits(fits: jax.Array | None, must: str, instead: str) -> None:
 
 
 def nan_unless(fits: jax.Array | None, out: jax.Array) -> jax.Array:
-    """Return ``out`` [batch, tokens, heads, dim] with NaN at the queries for which ``fits`` is False.
-
-    ``fits``: bool [batch, tokens], or None for all True. NaN marks the queries that ``check_fits`` cannot refuse under jit.
-    """
+    """Return ``out`` [batch, tokens, heads, dim] with NaN at queries that ``fits`` [batch, tokens] marks False under jit."""
     return out if fits is None else out * jnp.where(fits, 1, jnp.nan).astype(out.dtype)[..., None, None]

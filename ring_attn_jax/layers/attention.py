@@ -138,10 +138,7 @@ class RingAttention(Projections):
     def _mask_on_tree(self, key_extents: bool, longest_path: int | None, of_path: bool) -> Band:
         """Return the mask of a call: ``causal()`` if the call passes ``longest_path``, as for a tree; else the layer's mask.
 
-        ``key_extents``: True if the call passes key extents. ``of_path``: False if the layer has a rotary embedding and the call
-        passes no ``positions``.
-
-        Raise ValueError if the layer cannot attend over the key extents. The error is the reason that ``tree_objection`` returns.
+        ``of_path``: False if the layer has a rotary embedding and the call passes no ``positions``.
         """
         wrong = tree_objection(self.options.mask, key_extents, longest_path, self.config.alibi, of_path)
         if wrong is not None:

@@ -25,11 +25,7 @@ class ShardedRows(NamedTuple):
 
     @classmethod
     def of(cls, ids: jax.Array, mask: jax.Array | None, ring: LayerRing) -> ShardedRows:
-        """Return the ShardedRows of global sequences ``ids`` [batch, tokens]. ``ring`` must have a mesh.
-
-        Raise ValueError if ``check_global`` refuses ``ids`` or ``mask``, or if the mesh axes ``batch_axes`` cannot share the
-        batch rows equally.
-        """
+        """Return the ShardedRows of global sequences ``ids`` [batch, tokens]. ``ring`` must have a mesh."""
         check_global(ids, mask)
         where = ring.sharded
         assert where is not None
@@ -67,10 +63,7 @@ def check_global(ids: Any, mask: Any) -> None:
 
 
 def check_alone(auto_shard: bool, mask: Any, **of_shards: jax.Array | int | None) -> None:
-    """Raise ValueError if ``mask`` is passed without ``auto_shard``, or an argument for shards is passed with ``auto_shard``.
-
-    ``of_shards``: the arguments for shards by name; None if not passed.
-    """
+    """Raise ValueError if ``mask`` is passed without ``auto_shard``, or an argument for shards with ``auto_shard``."""
     if not auto_shard and mask is not None:
         raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
     for name, x in of_shards.items():

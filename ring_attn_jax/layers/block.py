@@ -21,9 +21,8 @@ from .parts import LinearMap, RMSNorm
 class SwiGLU(nnx.Module):
     """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim].
 
-    ``chunk``: the maximum number of tokens computed at a time, None for all. The backward recomputes the chunks if there are
-    several. ``where``: the mesh axes of global arrays, so that each device chunks its own tokens; None inside shard_map.
-    ``bias``: ``gate``, ``up`` and ``down`` have biases.
+    ``chunk``: the maximum number of tokens computed at a time, None for all; the backward recomputes several chunks. ``where``:
+    the mesh axes of global arrays, so that each device chunks its own tokens; None inside shard_map.
     """
 
     def __init__(
@@ -55,9 +54,7 @@ class SwiGLU(nnx.Module):
 class Block(nnx.Module):
     """A pre-norm transformer block: ``x += attention(norm(x)); x += mlp(norm(x))``.
 
-    ``hidden``: features inside the MLP. ``mlp_chunk``: the maximum number of tokens that the MLP computes at a time; None for
-    all. ``mlp_bias``: the MLP's linear maps have biases. The norms and the MLP have the ``param_dtype`` of ``attention``, and the
-    norms have its ``eps``.
+    ``hidden``: features inside the MLP. ``mlp_chunk``: the most tokens that the MLP computes at a time; None for all.
     """
 
     def __init__(
@@ -84,11 +81,7 @@ class Block(nnx.Module):
         dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
         call: Caller | None = None,
     ) -> jax.Array:
-        """Apply the block to x [b s dim]; return [b s dim].
-
-        ``call``: a ``Caller`` from :func:`caller`, which runs the block under a jax.checkpoint policy; None: JAX saves what it
-        saves by default. The other arguments are those of RingAttention.
-        """
+        """Apply the block to x [b s dim] -> [b s dim]; ``call``, from :func:`caller`, runs it under a jax.checkpoint policy."""
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
         masks |= {"longest_path": longest_path, "layout": layout}
         dropout: dict[str, Any] = {"dropout_seed": dropout_seed, "dropout_offset": dropout_offset}

@@ -22,13 +22,8 @@ def in_chunks(
 ) -> jax.Array:
     """Compute ``function(weights, x)`` for x [b s ...] in chunks of at most ``chunk`` tokens. The backward recomputes each chunk.
 
-    Intermediate arrays of ``function`` exist for one chunk at a time, forward and backward. ``weights``: a pytree of arrays.
-    ``where``: the mesh axes of global arrays, None inside shard_map. With ``where``, each device chunks its own tokens, and the
-    gradients of the weights are summed over devices once, not per chunk. If all tokens fit in one chunk, nothing is recomputed.
-
-    If no gradient needs the output of ``function``, an outer jax.checkpoint, such as a block's, does not recompute it. Then
-    ``function`` runs once in the forward, and once when the backward recomputes each chunk: as often as under the outer
-    checkpoint alone.
+    With ``where``, the mesh axes of global arrays (None inside shard_map), each device chunks its own tokens, and weight
+    gradients are summed over devices once. If no gradient needs the output, an outer jax.checkpoint does not recompute it.
     """
 
     def on_shard(weights: Any, x: jax.Array) -> jax.Array:
@@ -51,8 +46,7 @@ def in_chunks(
 def _beside_explicit_axes(function: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array) -> jax.Array:
     """Return ``function(weights, x)``. Inside ``function`` the Explicit mesh axes are Auto, so that XLA shards over them.
 
-    A custom_vjp makes these axes Auto in the backward too. JAX's own backward of a loop would start from zeros on the outer mesh,
-    where the axes are Explicit.
+    A custom_vjp makes these axes Auto in the backward too: JAX's own would start from zeros on the outer, Explicit mesh.
     """
     if not explicit_axes():
         return function(weights, x)
@@ -70,8 +64,7 @@ def _beside_explicit_axes(function: Callable[[Any, jax.Array], jax.Array], weigh
 def to_chunks(x: jax.Array, chunk: int, pad_value: Any = 0) -> jax.Array:
     """Split x [b s ...] into [chunks b c ...] with c <= chunk. Pad the end with ``pad_value``.
 
-    Chunk i holds the tokens whose index is i modulo the number of chunks. So if XLA shards the tokens, and a device has at least
-    ``chunks`` of them, then the device computes on tokens of every chunk.
+    Chunk i holds the tokens i modulo the number of chunks, so that each device that shards tokens computes on every chunk.
     """
     batch, tokens = x.shape[:2]
     length = even_chunk(tokens, chunk)

@@ -19,10 +19,7 @@ from ..data.layout import from_layout
 
 
 class MaskArguments(NamedTuple):
-    """A dense mask as extents and a key mask, as global arrays in layout order.
-
-    A query sees a key if both allow the pair.
-    """
+    """A dense mask as extents and a key mask, global and in layout order. A query sees a key if both allow the pair."""
 
     extents: jax.Array | None
     """``extents=`` of ring_attention, int32 [batch, queries, 2]; None if the mask is empty or has one row for all queries."""
@@ -33,10 +30,9 @@ class MaskArguments(NamedTuple):
 
 
 def visible_of(mask: jax.Array, scores: tuple[int, ...]) -> jax.Array:
-    """Convert a flax mask, nonzero where a query sees a key, to bool [rows, heads, queries, keys].
+    """Convert a flax mask, nonzero where a query sees a key, to bool [rows, heads, queries, keys]; sizes of 1 stand for all.
 
-    A size of 1 for heads or queries is kept and stands for all of them. The batch dims are flattened into rows. ``scores``: the
-    shape (batch..., heads, queries, keys) that the mask must broadcast to. Raise ValueError if the mask does not broadcast.
+    ``scores``: the shape (batch..., heads, queries, keys) that the mask must broadcast to.
     """
     shape = (*[1] * (len(scores) - mask.ndim), *mask.shape)
     if len(shape) != len(scores) or any(n not in (1, m) for n, m in zip(shape, scores, strict=True)):
@@ -48,11 +44,8 @@ def visible_of(mask: jax.Array, scores: tuple[int, ...]) -> jax.Array:
 def mask_arguments(visible: jax.Array, layout: str | BalancedLayout, ranks: int) -> MaskArguments:
     """Convert ``visible``, bool [rows, heads, queries, keys] in layout order, to extents and a key mask.
 
-    The extent of a query is the tightest interval around the keys that it sees in the first head. The extents are None if the
-    mask is empty or has one row for all queries. The key mask hides the keys that no query of any head sees. ``fits`` is True for
-    a query if it sees the same keys in all heads, and extents and key mask together permit exactly these keys; None means True
-    for all queries. If ``fits`` is False for a query, no extents and key mask express the whole mask. ``layout``, ``ranks``: the
-    layout of the tokens and its number of ranks.
+    An extent is the tightest interval around a query's keys in the first head; None if all queries share a row. The key mask
+    hides keys that no query of any head sees.
     """
     visible = whole(whole(visible, 2), 3)
     key_mask = visible.any((1, 2))

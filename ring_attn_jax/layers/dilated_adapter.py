@@ -95,11 +95,7 @@ class DilatedAttentionFunction(FlaxFunction):
 
 
 class VisibleTokens(NamedTuple):
-    """The pairs that a mask and a band both allow, reduced to two sets of tokens: ``keys`` and ``queries``.
-
-    ``fits`` is True for a query if the band and the two sets permit exactly these pairs. Each field is bool [batch, tokens];
-    None: True for all tokens.
-    """
+    """The pairs that a mask and a band both allow, reduced to two sets of tokens, bool [batch, tokens]; None: all True."""
 
     keys: jax.Array | None = None
     """True for keys that some query sees."""
@@ -110,10 +106,7 @@ class VisibleTokens(NamedTuple):
 
 
 def visible_tokens(visible: jax.Array, band: Band) -> VisibleTokens:
-    """Return the ``VisibleTokens`` of the pairs that the mask ``visible`` and ``band`` both allow.
-
-    ``visible``: bool [rows, heads, queries, keys]. A size of 1 for heads or queries stands for all of them.
-    """
+    """Return the ``VisibleTokens`` of the mask ``visible`` [rows, heads, queries, keys] and ``band``; sizes of 1 are for all."""
     visible = whole(whole(visible, 2), 3)
     if visible.shape[1:3] == (1, 1):
         return VisibleTokens(visible[:, 0, 0])

@@ -18,9 +18,8 @@ from ..axes import sharded_like
 class LinearMap(nnx.Linear):
     """``y = x W^T`` or ``y = x W^T + b``: [..., in] -> [..., out]. Weights are cast to x's dtype.
 
-    The weight is drawn from a normal distribution with standard deviation ``in ** -0.5``, and the bias starts at 0.
-    ``param_dtype``: the name of the weight's and bias' dtype. ``adapter``: None, or a function such as a LoRA; ``adapter(x)`` is
-    added to y. flax stores the weight transposed, as ``kernel`` [in, out].
+    The weight starts normal with standard deviation ``in ** -0.5``, the bias at 0. ``adapter``: None, or a function such as a
+    LoRA whose result is added to y. flax stores the weight transposed, as ``kernel`` [in, out].
     """
 
     def __init__(
@@ -38,10 +37,7 @@ class LinearMap(nnx.Linear):
 
 
 class RMSNorm(nnx.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467, equation 4).
-
-    The computation is in at least float32, and the result has x's dtype.
-    """
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467, equation 4), in at least float32."""
 
     def __init__(self, dim: int, eps: float = 1e-6, param_dtype: str = "float32") -> None:
         self.weight = nnx.Param(jnp.ones(dim, jnp.dtype(param_dtype)))
@@ -62,9 +58,8 @@ def dtype_name(dtype: Any) -> str:
 def product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Return ``x @ weight`` [..., out] for x [..., in] and weight [in, out]. Explicit mesh axes may shard the two differently.
 
-    x keeps its sharding. Along ``in`` the weight is resharded like x. Along ``out`` the weight stays sharded over axes that x
-    does not use (tensor parallelism), and is all-gathered over other axes (FSDP). The result is sharded like the weight along
-    ``out``. Over Auto axes XLA decides the shardings.
+    x keeps its sharding. Along ``out`` the weight stays sharded over axes that x does not use (tensor parallelism), and is
+    all-gathered over other axes (FSDP).
     """
     of_x, of_weight = sharded_like(x), sharded_like(weight)
     if not any(of_x) and not any(of_weight):
@@ -81,10 +76,7 @@ def along_last(vector: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return ``table[ids]``, with NaN for ids outside of the table.
-
-    If Explicit mesh axes shard the table, all-gather it first. The result is sharded like ``ids``, and not along features.
-    """
+    """Return ``table[ids]``, sharded like ``ids``, with NaN for ids outside of the table."""
     spec = sharded_like(ids)
     sharding = on_mesh(PartitionSpec(*spec, None), ids, table) if any(spec) or any(sharded_like(table)) else None
     table = resharded(table, PartitionSpec(None, None), ids)

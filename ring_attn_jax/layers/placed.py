@@ -35,15 +35,10 @@ def placed(
     layout: BalancedLayout | TracedLayout | None,
     ring: LayerRing,
 ) -> jax.Array:
-    """Return ``x`` [b s dim] with NaN at misplaced tokens.
+    """Return ``x`` [b s dim] with NaN at misplaced tokens, or raise ValueError if the values of the extents are known.
 
-    A causal query is misplaced if its extent begins after it. A token of a tree is misplaced if it lies outside its key extent.
-    Empty extents fit anywhere. ``extents``: the extents of causal queries, or None. ``key_extents``: the key extents of a tree,
-    or None. ``length``, ``layout``: arguments of the call. Arrays of wrong shapes and dtypes are not checked, because the layers
-    refuse them.
-
-    If the values of the extents are known, raise ValueError if a token is misplaced, instead of returning NaN. They are known
-    outside of jit, if all devices of the mesh belong to this process.
+    A causal query is misplaced if its extent begins after it, a token of a tree if it lies outside its key extent. Arrays of
+    wrong shapes and dtypes are not checked, because the layers refuse them.
     """
     arrays = [(of_tree, given) for of_tree, given in ((False, extents), (True, key_extents)) if _fits(given, x)]
     tokens = _tokens(x.shape[1], layout, ring) if arrays else None
@@ -75,10 +70,7 @@ def _fits(extents: Any, x: jax.Array) -> bool:
 
 
 def _tokens(count: int, layout: BalancedLayout | TracedLayout | None, ring: LayerRing) -> Any:
-    """Return the global positions [count] of ``count`` tokens, as a NumPy array if known at trace time, else as a traced array.
-
-    Return None if the number of tokens in the layout is not ``count``.
-    """
+    """Return the global positions [count], as a NumPy array if known at trace time; None if the layout has another count."""
     where = ring.sharded
     if where is None:
         tokens: Any = ring.positions(count, layout)

@@ -21,11 +21,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Projections(nnx.Module):
-    """The base of attention layers: projections ``q``, ``k``, ``v``, ``o``, head norms ``q_norm``, ``k_norm``, and ``rotary``.
-
-    ``arguments``: the arguments of the layer's constructor. Three fields store them as records: ``config`` (an AttentionConfig),
-    ``ring`` (a LayerRing) and ``options`` (the Options of attention). Norms and rotary are None if ``config`` has none.
-    """
+    """The base of attention layers: projections ``q``, ``k``, ``v``, ``o``, head norms ``q_norm``, ``k_norm``, and ``rotary``."""
 
     def __init__(self, arguments: AttentionConfig, rngs: nnx.Rngs) -> None:
         warn_if_untried("flax")
@@ -48,13 +44,9 @@ class Projections(nnx.Module):
         context: jax.Array | None = None,
         context_positions: jax.Array | None = None,
     ) -> jax.Array:
-        """Return the output ``o(attend(q, k, v))`` [b s dim] for x [b s dim].
+        """Return ``o(attend(q, k, v))`` [b s dim], with q of x [b s dim], and k and v of ``context`` [b t dim] or x.
 
-        Keys and values [b t kv_heads head_dim] are projected from ``context`` [b t dim], or from x if ``context`` is None. Before
-        attention, q and k are normalized if ``qk_norm`` is set. A rotary embedding, if any, then rotates q by ``positions``. It
-        rotates k by ``context_positions``, or without a context by ``positions``. None stands for the positions of the layout.
-        ``attend``: returns [b s heads head_dim]. Raise ValueError if the shapes of x, context or positions do not fit, or if
-        positions are not integers.
+        ``attend`` returns [b s heads head_dim]. Positions None: those of the layout.
         """
         for name, value in (("x", x), ("context", context)):
             if value is not None and (value.ndim != 3 or value.shape[-1] != self.config.dim):

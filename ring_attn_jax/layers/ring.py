@@ -23,10 +23,7 @@ from .parts import dtype_name
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRing:
-    """The ring of a layer or model, and the way its attention runs. The fields are arguments of ``ring_attention``.
-
-    With a ``mesh`` the fields are arguments of ``sharded_ring_attention``. Raise ValueError if the mesh lacks an axis.
-    """
+    """The ring of a layer or model: arguments of ``ring_attention``, or with a ``mesh`` of ``sharded_ring_attention``."""
 
     layout: str = "zigzag"
     axis_name: str = "seq"
@@ -54,11 +51,9 @@ class LayerRing:
             ring_size(self.axis_name, type(caller).__name__, "make it with mesh=mesh, and it takes global arrays")
 
     def positions(self, tokens: int, layout: BalancedLayout | TracedLayout | None = None) -> jax.Array:
-        """Return the global positions, int32 [tokens], of this rank's shard of ``tokens`` tokens, including padding.
+        """Return the global positions, int32 [tokens], of this rank's shard, or with a mesh of all shards in layout order.
 
-        With a mesh, return the positions of all shards in layout order; ``tokens`` is then the total of all shards.
-        ``layout``: the layout to use instead of the field ``layout``. A balanced layout knows its own number of tokens, so
-        ``tokens`` is ignored.
+        A balanced layout knows its own number of tokens, so ``tokens`` is ignored.
         """
         where = self.sharded
         if isinstance(layout, BalancedLayout | TracedLayout):
@@ -83,11 +78,7 @@ class ContiguousRing(LayerRing):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerArguments:
-    """The constructor arguments of a layer.
-
-    Unlike a config, it takes ``dim`` and ``heads`` by position, and accepts a dtype in place of its name. ``kv_heads``,
-    ``head_dim``: None for the default value.
-    """
+    """The constructor arguments of a layer: ``dim`` and ``heads`` also by position, and a dtype in place of its name."""
 
     dim: int = field(kw_only=False)
     heads: int = field(kw_only=False)
