@@ -16,11 +16,7 @@ MEASURED = ("gpu",)
 
 
 def on_hardware(problem: Problem) -> Problem:
-    """Add this machine's record of speeds to ``problem`` if strategy "auto" can use it, else return ``problem`` unchanged.
-
-    A program of several processes uses no record, because its processes may have different records. Raise ValueError if the
-    record is damaged.
-    """
+    """Add this machine's record of speeds for strategy "auto", unless several processes might have different records."""
     if problem.ranks == 1 or problem.device not in MEASURED or problem.options.strategy != "auto" or jax.process_count() > 1:
         return problem
     machine = _stored(device_name())
@@ -34,8 +30,5 @@ def device_name() -> str:
 
 @lru_cache
 def _stored(device: str) -> Machine | None:
-    """Return this machine's record of measured speeds, or None.
-
-    ``lru_cache`` keeps the first answer even if the file changes, so that equal calls take the same strategy.
-    """
+    """Return this machine's record of measured speeds; cached, so that equal calls take the same strategy if the file changes."""
     return stored("jax", device)

@@ -57,19 +57,11 @@ class Step(Protocol):
         ...
 
     def arrived(self) -> jax.Array | None:
-        """Return the gradients that came with ``keys``, summed over the ranks that ``keys`` have visited so far.
-
-        Return None if no gradients came with ``keys``. This is so at the first step of a ring, of a direction of "two_way", and
-        of an inner ring of "two_level". It is so at every step if each rank sends its gradients straight to the keys' owner.
-        """
+        """Return the gradients that came with ``keys``, summed over the ranks that ``keys`` have visited so far, or None."""
         ...
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send ``dkv`` to the rank that gets ``keys`` next. After the last step, send ``dkv`` to the rank that owns ``keys``.
-
-        ``dkv``: the gradients of ``keys`` that ``arrived`` returned, if any, plus this rank's contribution. Some strategies,
-        such as "direct", send this rank's contribution to the owner after every step.
-        """
+        """Send ``dkv`` to the rank that gets ``keys`` next; after the last step, with "direct" after every step, to the owner."""
         ...
 
     def home(self) -> Gradients:
@@ -83,17 +75,11 @@ class Strategy(Protocol):
     def spread(
         self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
     ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
-        """Return the queries, keys and score with which this rank computes its steps, moved between ranks if necessary.
-
-        ``queries``: q and other arrays [b s h ...] with a value for each query, such as out and lse.
-        """
+        """Return the queries (q, out, lse ... [b s h ...]), keys and score of this rank's steps, moved between ranks."""
         ...
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
-        """Yield this rank's steps, first the step on its own keys.
-
-        All ranks take the same number of steps, so a step may have no key that this rank sees.
-        """
+        """Yield this rank's steps, its own keys first. All ranks take equally many, so a step may have no visible key."""
         ...
 
     def collect(self, results: tuple[jax.Array, ...], ring: Ring) -> tuple[jax.Array, ...]:
@@ -103,8 +89,5 @@ class Strategy(Protocol):
     def collect_gradients(
         self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
-        """Return the gradients of this rank's own q, keys and sinks (None without sinks).
-
-        ``dq``, ``dkv``, ``of_q.sinks``: the gradients of the q, keys and sinks that ``spread`` returned.
-        """
+        """Return the gradients of this rank's own q, keys and sinks (None without), from those of what ``spread`` returned."""
         ...

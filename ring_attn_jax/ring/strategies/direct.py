@@ -39,10 +39,7 @@ class Direct(OneWay):
         return queries, with_received(keys, ring.plan, ring.axis) if isinstance(ring.plan, NeededPlan) else keys, score
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
-        """Yield a step on this rank's own keys, then for each further shift a step on the visible keys of ``rank - shift``.
-
-        In a balanced layout yield only one step, on the merged keys that ``spread`` returned.
-        """
+        """Yield a step for each shift on the visible keys of ``rank - shift``; in a balanced layout one, on merged keys."""
         if not ring.plan.hops:
             yield from super().circulate(keys, ring)
             return
@@ -56,10 +53,7 @@ class Direct(OneWay):
     def collect_gradients(
         self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
-        """Return the gradients of this rank's own q, keys and sinks (None without sinks).
-
-        Only in a balanced layout ``dkv`` still has gradients of received keys: send them to the keys' owners, which add them.
-        """
+        """Return the gradients of this rank's q, keys and sinks; in a balanced layout, first send those of received keys home."""
         if isinstance(ring.plan, NeededPlan):
             assert not isinstance(dkv, tuple), "what travels is packed"
             dkv = gradients_home(dkv, ring.plan, ring.axis)
@@ -78,8 +72,7 @@ class DirectStep:
     def settle(self, state: T) -> T:
         """Return ``state``, tied by an optimization barrier to the next step's keys and the gradients that have arrived.
 
-        Without the barrier XLA would move all transfers to the front of the program (see ``RingStep.settle``). The barrier also
-        includes this rank's own keys. Otherwise XLA would still move the transfers that depend only on these keys.
+        Without the barrier, which includes this rank's own keys, XLA would move all transfers to the front of the program.
         """
         if not self.last:
             total = None if self._before is None else self._before.total
@@ -93,10 +86,7 @@ class DirectStep:
         """Return None: no sum travels with the keys, because each rank sends its gradients straight to the keys' owner."""
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send the gradients of received slices to the keys' owner. Add the arriving gradients of this rank's keys to the sum.
-
-        At the first step ``dkv`` has the gradients of this rank's own keys: keep it as the first summand, and send nothing.
-        """
+        """Send the gradients of received slices to the keys' owner; add those that arrive for this rank's keys to the sum."""
         assert not isinstance(dkv, tuple), "what travels is packed"
         if self._before is None:
             self.total = dkv
@@ -119,8 +109,7 @@ class DirectStep:
 class Sent(NamedTuple):
     """A slice of ``tokens`` keys that each of the ranks ``owners`` sends at one shift.
 
-    ``mine``: the index, in this rank's shard, of the first key that this rank sends. ``theirs``: the index, in the sender's
-    shard, of the first key that this rank receives.
+    ``mine``: the first key that this rank sends, in its shard. ``theirs``: the first key that it receives, in the sender's shard.
     """
 
     mine: jax.Array

@@ -59,10 +59,7 @@ def by_shard(x: jax.Array, ring: Ring) -> jax.Array:
 
 
 def _orders(ring: Ring) -> np.ndarray | None:
-    """Return, for each group of ranks whose shards are joined, the indices that sort the joined shards by position.
-
-    The result is [groups, tokens of a group], or None if the layout is not balanced.
-    """
+    """Return for each group of joined shards the indices that sort them by position, [groups, tokens]; None if not balanced."""
     if not isinstance(ring.plan.layout, BalancedLayout):
         return None
     groups = ring.plan.layout.stretches(ring.plan.k_shards)

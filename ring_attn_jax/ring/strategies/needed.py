@@ -30,12 +30,8 @@ from .ring import rows
 class Places(NamedTuple):
     """Indices, int32, to select keys to send, to sort keys into the step's shard, and to return their gradients.
 
-    Each rank sends ``plan.most_tokens`` keys to each rank. On arrival the received keys are sorted by sending rank.
-
-    ``sent``: the keys to send, as indices in this rank's shard, sorted by receiving rank. ``order``: for each key of the step's
-    shard, its index in the concatenation of this rank's shard and the received keys. ``own``: for each key of this rank's shard,
-    its index in the step's shard. ``received``: for each received key, its index in the step's shard. For padding, each field
-    holds an index past the end of the array that it indexes.
+    ``sent``: keys to send, in this rank's shard, by receiving rank. ``order``: for each key of the step's shard, its index in
+    (own shard, received keys by sender). ``own``, ``received``: their indices in the step's shard. Padding is past the end.
     """
 
     sent: jax.Array
@@ -57,10 +53,7 @@ def _places(plan: NeededPlan, axis: str) -> Places:
 
 
 def _indices(stretches: jax.Array, count: int) -> jax.Array:
-    """Expand ``stretches`` [... n 2] to indices [... count].
-
-    A stretch (base, first) fills the elements from ``base`` up to the next stretch's base with first, first + 1, ...
-    """
+    """Expand ``stretches`` [... n 2] of (base, first) to indices [... count]: first, first + 1, ... from ``base`` on."""
     base, first = jnp.unstack(stretches, axis=-1)
     place = jnp.arange(count, dtype=jnp.int32)
     last = (base[..., None, :] <= place[:, None]).sum(-1, dtype=jnp.int32) - 1
@@ -69,10 +62,9 @@ def _indices(stretches: jax.Array, count: int) -> jax.Array:
 
 @lru_cache(maxsize=8)  # an entry per batch of documents, some 50 KB for 8 ranks
 def _tables(plan: NeededPlan) -> tuple[np.ndarray, ...]:
-    """Return ``sent``, ``order``, ``own`` and ``received`` of ``Places`` for all ranks, as stretches that ``_indices`` expands.
+    """Return ``sent``, ``order``, ``own`` and ``received`` of ``Places`` for all ranks, as stretches (base, first), int32.
 
-    Shapes, int32: ``sent`` and ``received`` [ranks, other ranks, n, 2]; ``order`` and ``own`` [ranks, n, 2]. The last dimension
-    is (base, first) of a stretch.
+    Shapes: ``sent`` and ``received`` [ranks, other ranks, n, 2]; ``order`` and ``own`` [ranks, n, 2].
     """
     ranks, each, none = range(plan.ranks), plan.most_tokens, plan.most_capacity
     sent, received = ([[[] for _ in ranks] for _ in ranks] for _ in range(2))
@@ -99,11 +91,7 @@ def _tables(plan: NeededPlan) -> tuple[np.ndarray, ...]:
 
 
 def _own(plan: NeededPlan, rank: int) -> list[tuple[int, int]]:
-    """Return ``Places.own`` of a rank as stretches for ``_indices``: where each key of the rank's shard is in the step's shard.
-
-    A stretch (first, base) maps key ``first`` of the rank's shard to index ``base``, the next key to ``base + 1``, and so on up
-    to the next stretch. It maps padding to ``plan.most_capacity`` and beyond.
-    """
+    """Return ``Places.own`` of a rank as stretches (index in its shard, index in the step's shard); padding maps past the end."""
     own: list[tuple[int, int]] = []
     end = 0
     for first, base, length in sorted((part.first, base, part.length) for base, part in plan.places(rank) if part.owner == rank):
@@ -139,11 +127,7 @@ def with_received(own: Keys, plan: NeededPlan, axis: str) -> Keys:
 
 
 def gradients_home(dkv: jax.Array, plan: NeededPlan, axis: str) -> jax.Array:
-    """Send gradients of received keys to the keys' owners. Return the gradients of this rank's own keys, summed over all ranks.
-
-    ``dkv``: the gradients of all keys of the step. The sum begins with this rank's contribution. The contributions of rank + 1,
-    rank + 2, ... follow in this order.
-    """
+    """Send gradients of received keys home. Return those of this rank's own keys, summed from rank, rank + 1, ... in order."""
     if not plan.exchanges:
         return dkv
     rank, places, each = lax.axis_index(axis), _places(plan, axis), plan.most_tokens
@@ -157,11 +141,7 @@ def gradients_home(dkv: jax.Array, plan: NeededPlan, axis: str) -> jax.Array:
 
 
 def unavailable(extents: jax.Array, ring: Ring) -> jax.Array | None:
-    """Return bool [b s]: True for each query that may see a key that this rank neither holds nor receives.
-
-    Return None if the plan is not a ``NeededPlan``. Traced extents have no values yet, so no error can be raised for such
-    queries. Instead their ``out`` becomes NaN.
-    """
+    """Return bool [b s]: True for each query that may see a key that this rank lacks; None without a ``NeededPlan``."""
     plan = ring.plan
     if not isinstance(plan, NeededPlan):
         return None

@@ -53,10 +53,7 @@ class OneWay:
 
 
 class RingStep:
-    """A ``Step`` on the keys that started on rank ``rank - shift`` (modulo the number of ranks).
-
-    The constructor sends the keys to rank ``rank + hop``. If ``hop`` is 0, as at the last step, it sends nothing.
-    """
+    """A ``Step`` on the keys that started on rank ``rank - shift``; the constructor sends them to rank ``rank + hop``."""
 
     def __init__(self, keys: Keys, travelling: Gradients | None, ring: Ring, shift: int, hop: int) -> None:
         self.keys, self.shift = keys, shift
@@ -70,8 +67,7 @@ class RingStep:
     def settle(self, state: T) -> T:
         """Return ``state``, tied to the next keys by an optimization barrier: XLA starts the next step only when both are ready.
 
-        Without the barrier XLA moves all hops to the front of the program. Then memory grows with the number of ranks, and no
-        transfer overlaps with compute.
+        Without the barrier XLA moves all hops to the front: memory grows with the ranks, and no transfer overlaps with compute.
         """
         if not self.last:
             state, self.next_keys = lax.optimization_barrier((state, self.next_keys))
@@ -93,10 +89,7 @@ class RingStep:
 
 
 def rows(ring: Ring, shift: int | jax.Array) -> jax.Array:
-    """Return a ``Row`` (``runs.py`` of the core) for each pair of a query run of this rank and a key run of rank - ``shift``.
-
-    The result is an array int32 [q_runs, k_runs, fields], because the rank is traced. ``shift`` may be traced too.
-    """
+    """Return a ``Row`` for each pair of a query run and a key run of rank - ``shift``, int32 [q_runs, k_runs, fields]."""
     plan, rank = ring.plan, lax.axis_index(ring.axis)
     q_runs = _runs(plan.q_runs, rank)[:, :, None]
     k_runs = _runs(plan.k_runs, (rank - shift) % plan.ranks)[:, None, :]
@@ -105,9 +98,5 @@ def rows(ring: Ring, shift: int | jax.Array) -> jax.Array:
 
 
 def _runs(table: Sequence[Sequence[tuple[int, int, int, int]]], rank: jax.Array) -> jax.Array:
-    """Return the runs of the traced rank ``rank`` from ``table``, which lists the runs of each rank: int32 [4, runs].
-
-    The four rows hold ``base``, the index in the shard of the run's first token; ``length``; ``start``, the position of that
-    token; and ``stride``.
-    """
+    """Return the runs of the traced ``rank``, int32 [4, runs]: base (index in the shard), length, start (position), stride."""
     return jnp.asarray(table, dtype=jnp.int32)[rank].T

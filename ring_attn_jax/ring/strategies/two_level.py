@@ -53,9 +53,8 @@ def plan_of(ring: Ring) -> TwoLevelPlan:
 class HostSums:
     """The gradients of the keys that visit this rank's host, summed over the hosts that these keys have visited.
 
-    ``keys``: the copy of the keys that travels to the next host during the inner ring. ``left``: the last step of the previous
-    inner ring, with gradients that ``add`` has not yet added to the sum; None without such a step. ``crossing``: the number of
-    hosts by which ``add`` sends the sum onward.
+    ``keys``: the copy that travels to the next host. ``left``: the last step of the previous inner ring, whose gradients ``add``
+    has not yet added. ``crossing``: the hosts by which ``add`` sends the sum onward.
     """
 
     def __init__(self, ring: Ring) -> None:
@@ -66,10 +65,7 @@ class HostSums:
         self.crossing = 0
 
     def cross(self, x: T, hosts: int) -> T:
-        """Send ``x``, an array or a tree of arrays, ``hosts`` hosts onward, to the rank with the same index in its host.
-
-        Return the ``x`` that arrives here, or the argument ``x`` if ``hosts`` is 0.
-        """
+        """Send ``x``, an array or a tree of arrays, ``hosts`` hosts onward, to the rank with the same index in its host."""
         return send(x, hosts * self._ranks, self._ring.axis, self._ring.plan.ranks) if hosts else x
 
     def add(self) -> None:
@@ -90,10 +86,7 @@ class HostSums:
 
 
 class TwoLevelStep(RingStep):
-    """A ``Step`` of an inner ring. ``before``: the previous step of this inner ring.
-
-    The constructor sends the keys onward inside the host, except in the inner ring's last step.
-    """
+    """A ``Step`` of an inner ring. The constructor sends the keys onward inside the host, except in its last step."""
 
     def __init__(
         self, keys: Keys, before: TwoLevelStep | None, ring: Ring, inner_ring: InnerRing, number: int, sums: HostSums
@@ -110,13 +103,7 @@ class TwoLevelStep(RingStep):
         self._sums = sums
 
     def settle(self, state: T) -> T:
-        """Return ``state``, tied by an optimization barrier to the keys of the next step.
-
-        XLA then starts the next step only when both are ready, as in ``RingStep.settle``. Within an inner ring the next keys
-        come from a rank of the same host. In the last step of an inner ring, ``state`` is tied to the keys that arrive from
-        another host. If the next inner ring does not begin with shift 0, these keys move one more hop inside the host before its
-        first step. The last step of the last inner ring returns ``state`` unchanged.
-        """
+        """Return ``state``, tied by an optimization barrier to the next keys; after an inner ring they come from another host."""
         if not self._stays:
             return super().settle(state)
         if not self.last:
@@ -124,11 +111,7 @@ class TwoLevelStep(RingStep):
         return state
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send ``dkv`` to the next rank of the inner ring, or in the last step to the rank at which the keys entered the host.
-
-        In every inner ring but the first, the first step also adds the gradients of the previous inner ring to the sum over
-        hosts, and sends this sum ``crossing`` hosts onward (``HostSums.add``).
-        """
+        """Send ``dkv`` to the next rank of the inner ring, or in the last step to the rank at which the keys entered the host."""
         self.travelling = self._inside(dkv, self._onward) if self._onward else dkv
         self._sums.add()
 

@@ -42,10 +42,7 @@ class TwoWay(OneWay):
 
 
 class Way:
-    """The keys that travel in one direction. They visit the ranks ``owner + shift``, for each of the ``shifts`` in turn.
-
-    ``owner + shift`` is taken modulo the number of ranks. ``step``: the latest step of this direction.
-    """
+    """The keys that travel in one direction, to ``owner + shift`` for each of the ``shifts``. ``step``: the latest step."""
 
     def __init__(self, keys: Keys, shifts: tuple[int, ...], ring: Ring) -> None:
         self.visits, self._ring = len(shifts), ring
@@ -61,9 +58,8 @@ class Way:
 class TwoWayStep(RingStep):
     """A ``Step`` on keys that travel in one of the directions, or on this rank's own keys.
 
-    ``parts``: the steps from which ``home`` adds gradients: the step on this rank's own keys, and the last step of each
-    direction. Only the last step of the pass has ``parts``; in other steps it is empty. ``following``: the step whose
-    ``next_keys`` the rank's next step computes on; None in the last step.
+    ``parts``, in the last step only: the steps from which ``home`` adds gradients. ``following``: the step whose ``next_keys``
+    the next step computes on; None in the last step.
     """
 
     def __init__(self, keys: Keys, travelling: Gradients | None, ring: Ring, shift: int, hop: int) -> None:
@@ -79,10 +75,7 @@ class TwoWayStep(RingStep):
         return state
 
     def home(self) -> Gradients:
-        """Return the gradients of this rank's own keys.
-
-        Add, in this order: the rank's own contribution, the sum from the first direction, and the sum from the second, if any.
-        """
+        """Return the gradients of this rank's own keys: its contribution, plus the sums of the first and second direction."""
         own, *others = (RingStep.home(part) for part in self.parts)
         return reduce(jnp.add, others, own)  # type: ignore[arg-type]
 

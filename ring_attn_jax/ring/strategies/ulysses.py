@@ -57,8 +57,7 @@ class HeadExchange(OneWay):
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
         """Return dq and dkv of this rank's own tokens for all heads, and dsinks [heads], with zeros for other ranks' heads.
 
-        Send dq in q's dtype. Send dkv in q's dtype too, unless several ranks of the group use the same key head. In that case the
-        head's gradients are added after the transfer, so send dkv in at least float32.
+        Gradients travel in q's dtype, but dkv in at least float32 if several ranks of the group use the same key head.
         """
         assert not isinstance(dkv, tuple), "what travels is packed"
         (head_split, place), dtype = _head_split_of(ring), of_q.q.dtype
@@ -81,10 +80,7 @@ def _head_split_of(ring: Ring) -> tuple[HeadSplit, jax.Array]:
 
 
 def _shared(score: Score, extents: jax.Array | None, head_split: HeadSplit, place: jax.Array) -> Score:
-    """Return ``score`` for this rank's heads, with ``extents`` (of all queries of the group, [b ranks*s 2], or None).
-
-    ``place``: this rank's index in its group.
-    """
+    """Return ``score`` for the heads of this rank, ``place`` in its group, with the group's ``extents`` [b ranks*s 2] or None."""
     first = place * head_split.q_local
     of_heads = lambda x: None if x is None else lax.dynamic_slice_in_dim(x, first, head_split.q_local)
     seed = score.dropout_seed
