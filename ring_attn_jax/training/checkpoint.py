@@ -215,10 +215,7 @@ class Checkpoints:
 
 
 def _class_of(optimizer: nnx.Optimizer | None) -> str | None:
-    """Return the class names of the optimizer's optax states, such as "ScaleByAdamState, EmptyState"; None without an optimizer.
-
-    Checkpoints identify the optimizer by these names, because optax's transformations have no names of their own.
-    """
+    """Return the class names of the optimizer's optax states: optax's transformations have no names of their own."""
 
     def each(x: Any) -> Iterator[str]:
         if isinstance(x, tuple) and hasattr(x, "_fields"):
@@ -230,7 +227,6 @@ def _class_of(optimizer: nnx.Optimizer | None) -> str | None:
 
 
 def _config(model: nnx.Module) -> TransformerConfig | None:
-    """Return the config of a RingTransformer, or None for other models."""
     return model.config if isinstance(model, RingTransformer) else None
 
 

@@ -36,8 +36,7 @@ _saves = count()
 class CheckpointFiles:
     """A writer and reader of named arrays through orbax. Writing runs in the background.
 
-    It calls orbax's handler, not its checkpointer, because in the checkpointer's barriers all processes would wait for a failed
-    process.
+    It calls orbax's handler: in the checkpointer's barriers all processes would wait for a failed process.
     """
 
     def __init__(self) -> None:
@@ -64,8 +63,7 @@ class CheckpointFiles:
     def end(self, folder: Path, done: Path, commit: Callable[[dict[str, Any]], None]) -> None:
         """Wait until all processes have written. Process 0 then calls ``commit`` with the size and digest of each file.
 
-        ``done``: the path to which ``commit`` renames ``folder``. Call this method in a background thread. A process that fails
-        raises its own error, and each other process an OSError. No process waits for a process that has raised.
+        ``commit`` renames ``folder`` to ``done``. A process that fails raises its own error, and each other process an OSError.
         """
         from orbax.checkpoint import multihost
 
@@ -90,10 +88,7 @@ class CheckpointFiles:
             raise OSError("process 0 could not complete it")
 
     def read(self, where: Path, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return the checkpoint's arrays whose names are in ``like``, each sharded like the array of that name in ``like``.
-
-        ``where``: the folder of the checkpoint. No process waits for another.
-        """
+        """Return the arrays that ``like`` names, each sharded like the array in ``like``. No process waits for another."""
         import orbax.checkpoint as orbax
 
         places = jax.tree.map(orbax.utils.to_shape_dtype_struct, like)
@@ -103,11 +98,7 @@ class CheckpointFiles:
         return self._handler.restore(_orbax_path(where / STATE), args=restore)
 
     def kinds(self, where: Path, run: dict[str, Any]) -> Kinds:
-        """Return (dtype, shape) of each array in a checkpoint. Raise ValueError, naming the file, if a file is damaged.
-
-        ``run``: the content of ``run.json``. Each process compares all file sizes with it, and the digests of some of
-        the files; together the processes compare all digests.
-        """
+        """Return (dtype, shape) of each array in a checkpoint. Each process compares all file sizes and its share of digests."""
         check_files(where, run, None, jax.process_index(), jax.process_count())
         try:
             found: Any = self._handler.metadata(_orbax_path(where / STATE))
@@ -145,7 +136,7 @@ def _completed(saving: Coroutine[Any, Any, T]) -> T:
 
 
 def _check_written(marks: list[Path]) -> None:
-    """Delete ``marks``, the ``WRITTEN`` files of all processes. Raise OSError if one is missing: that process could not write."""
+    """Delete ``marks``, the ``WRITTEN`` files of all processes; a missing one means that its process could not write."""
     absent = [str(process) for process, mark in enumerate(marks) if not seen(mark)]
     if absent:
         raise OSError(f"process{'es' * (len(absent) > 1)} {', '.join(absent)} could not write")

@@ -21,11 +21,7 @@ NUMBER = "number"
 
 
 def values_of(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, Any]:
-    """Map the name of each array, number and text, such as ``model.blocks.0.mlp.up.kernel``, to its value.
-
-    Raise ValueError if ``model``, or an ``optimizer`` other than None, is not an nnx module, if two values have the same name, or
-    if a value is of another type.
-    """
+    """Map the name of each array, number and text, such as ``model.blocks.0.mlp.up.kernel``, to its value."""
 
     def each() -> Iterator[tuple[str, Any]]:
         for which, module in (("model", model), ("optimizer", optimizer)):
@@ -62,8 +58,7 @@ def set_values(model: nnx.Module, optimizer: nnx.Optimizer | None, values: dict[
 def split(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (the arrays that orbax can write, the entries of run.json for the other values).
 
-    Orbax writes no array of size 0, and forgets that a scalar made of a Python number is weakly typed. Raise ValueError if an
-    array was deleted or has no values yet.
+    Orbax writes no array of size 0, and forgets that a scalar made of a Python number is weakly typed.
     """
     plain: dict[str, Any] = {}
     for name, x in values.items():
@@ -92,8 +87,7 @@ def kind_of(x: Any) -> tuple[str, tuple[int, ...]]:
 def kinds_for(values: dict[str, Any], held: Kinds, model: nnx.Module, optimizer: nnx.Optimizer | None) -> Kinds:
     """Return the kinds that a checkpoint must have for ``values``: ``held``, its own, where a run may change them, else these.
 
-    A run may set a Python number in place of a scalar, and a hyperparameter of optax in any dtype. A step of the optimizer may
-    promote the dtypes of its states.
+    A run may set a number or a hyperparameter of optax, and a step of the optimizer may promote the dtypes of its states.
     """
     kinds = {name: kind_of(x) for name, x in values.items()}
     other = {name: held[name] for name, kind in kinds.items() if held.get(name, kind) != kind and held[name][1] == kind[1]}

@@ -68,10 +68,9 @@ _sum_of_logits.defvjp(_logits_forward, _logits_backward)
 
 
 def sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings) -> jax.Array:
-    """Return the weighted sum of the cross-entropies of the logits ``hidden head^T``, a scalar.
+    """Return the weighted sum of the cross-entropies of ``hidden head^T``, hidden [b s dim], head [vocab dim], labels [b s].
 
-    ``hidden``: [b s dim]. ``head``: [vocab dim]. ``labels``: [b s]. Products are computed in hidden's dtype. The softmax, and
-    sums over tokens such as the head's gradient, are in at least float32.
+    Products are computed in hidden's dtype; the softmax and sums over tokens in at least float32.
     """
     wide = head.astype(accumulation_dtype(hidden.dtype))
     return _sum_of_hidden(*vary_alike((), hidden, wide, labels), settings)
@@ -132,10 +131,7 @@ def _entropy(logits: jax.Array, of: Labels, settings: ChunkSettings) -> tuple[ja
 
 
 def _dlogits(logits: jax.Array, of: Labels, lse: jax.Array, settings: ChunkSettings) -> jax.Array:
-    """Return the gradient of the summed cross-entropy with respect to the logits, in at least float32.
-
-    The gradient of a token is 0 at an ignored label, and NaN at any other label outside the vocabulary.
-    """
+    """Return the gradient of the logits in at least float32: 0 at ignored labels, NaN at others outside the vocabulary."""
     labels = of.labels
     tokens = jnp.arange(logits.shape[-1], dtype=labels.dtype).reshape(*[1] * labels.ndim, -1)
     p = jnp.exp(logits.astype(lse.dtype) - lse[..., None]) - (labels[..., None] == tokens).astype(lse.dtype)

@@ -29,10 +29,7 @@ from .loss import _check_arrays, int32_labels
 
 
 class LogProbSettings(NamedTuple):
-    """The ignored label, the maximum number of tokens in a chunk, whether to return the entropy, and the divisor of the logits.
-
-    A chunk has at least one token of each batch row, even if these exceed the maximum.
-    """
+    """The ignored label, the maximum tokens in a chunk, whether to return the entropy, and the divisor of the logits."""
 
     ignored: int
     chunk: int
@@ -83,10 +80,7 @@ def token_log_probs(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _values(x: jax.Array, head: jax.Array | None, labels: jax.Array, settings: LogProbSettings) -> tuple[jax.Array, ...]:
-    """Return the log-probability [b s] of each token's label and, if ``settings.entropy`` is True, the entropy [b s].
-
-    ``x``: hidden states [b s dim] if ``head`` is passed, else logits [b s vocab].
-    """
+    """Return log-probability [b s] and perhaps entropy [b s] for hidden states [b s dim] with ``head``, else logits."""
     return _forward(x, head, labels, settings)[0]
 
 
@@ -133,10 +127,7 @@ def _length(x: jax.Array, settings: LogProbSettings) -> int:
 
 
 def _logits(x: jax.Array, weight: jax.Array, labels: jax.Array, settings: LogProbSettings) -> tuple[jax.Array, jax.Array]:
-    """Return (copy of ``x`` with 0 at ignored labels, the logits [b c vocab] of that copy in at least float32).
-
-    ``x``: the hidden states [b c dim] of a chunk; they may be NaN at ignored labels. ``weight``: [vocab dim].
-    """
+    """Return (``x`` [b c dim] with 0 at ignored labels, where it may be NaN, its logits [b c vocab] in at least float32)."""
     x = jnp.where((labels != settings.ignored)[..., None], x, 0)
     return x, jnp.einsum("bcd,vd->bcv", x, weight, preferred_element_type=accumulation_dtype(x.dtype))
 
@@ -147,10 +138,7 @@ def _wide(logits: jax.Array, settings: LogProbSettings) -> jax.Array:
 
 
 def _of_logits(logits: jax.Array, labels: jax.Array, settings: LogProbSettings) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Return ((log-probability, entropy), log-sum-exp) of each token, without entropy if it is not requested.
-
-    Log-probability and entropy are 0 if the label is ignored, and NaN if it is outside the vocabulary.
-    """
+    """Return ((log-probability, entropy if requested), log-sum-exp): 0 at ignored labels, NaN at labels out of range."""
     wide, kept = _wide(logits, settings), labels != settings.ignored
     lse = jax.nn.logsumexp(wide, -1)
     wrong = (labels < 0) | (labels >= logits.shape[-1])
@@ -172,10 +160,7 @@ def _dlogits(
     dvalues: tuple[jax.Array, ...],
     settings: LogProbSettings,
 ) -> jax.Array:
-    """Return the cotangent of the logits in at least float32: 0 at ignored labels, NaN at labels outside the vocabulary.
-
-    ``values``: log-probability and, if requested, entropy. ``dvalues``: their cotangents. ``lse``: the log-sum-exp.
-    """
+    """Return the cotangent of the logits in at least float32: 0 at ignored labels, NaN at labels outside the vocabulary."""
     tokens = jnp.arange(logits.shape[-1], dtype=labels.dtype).reshape(*[1] * labels.ndim, -1)
     logp = _wide(logits, settings) - lse[..., None]
     p = jnp.exp(logp)

@@ -24,10 +24,7 @@ from .ranks import agreed
 
 
 class Adapter(nnx.Module):
-    """The linear map ``x -> scale (x a^T) b^T`` of [..., in] to [..., out], with ``a`` [rank, in] and ``b`` [out, rank].
-
-    The map is computed in x's dtype. An optimizer selects ``a`` and ``b`` by their variable type, ``nnx.LoRAParam``.
-    """
+    """The map ``x -> scale (x a^T) b^T``, [..., in] -> [..., out], with ``a`` [rank, in], ``b`` [out, rank], in x's dtype."""
 
     def __init__(self, a: jax.Array, b: jax.Array, scale: float) -> None:
         self.a, self.b, self.scale = nnx.LoRAParam(a), nnx.LoRAParam(b), scale
@@ -37,12 +34,7 @@ class Adapter(nnx.Module):
 
 
 def add_adapters(model: RingTransformer, lora: LoRA, first: Mapping[str, tuple[Any, Any]]) -> None:
-    """Add adapters with the initial values ``first`` to ``model``.
-
-    ``first``: the initial NumPy arrays (a [rank, in], b [out, rank]) by the name of the linear map, such as
-    ``blocks.0.attention.q``. Adapters are in at least float32, whatever the dtype of the weights. To keep the weights of the
-    model unchanged, differentiate and update only variables of type ``nnx.LoRAParam``.
-    """
+    """Add adapters, in at least float32, to ``model``. ``first``: (a [rank, in], b [out, rank]) by name of the linear map."""
     linears = dict(_linears(model))
     for name, arrays in first.items():
         a, b = (jnp.asarray(x, accumulation_dtype(linears[name].kernel.dtype)) for x in arrays)
@@ -62,10 +54,7 @@ def merge_adapters(model: nnx.Module) -> None:
 
 
 def save_adapters(model: nnx.Module, lora: LoRA, folder: str | Path, base: str | None) -> None:
-    """Save the adapters in the format of peft, as :func:`write_adapters` describes. Each process must call it.
-
-    Process 0 writes. If writing fails, every process raises the error. ``base``: the folder or name of the base model, or None.
-    """
+    """Save the adapters in the format of peft, as :func:`write_adapters`. Each process must call it; process 0 writes."""
     from safetensors.numpy import save_file
 
     whole = {name: (_whole(each.a[...]), _whole(each.b[...])) for name, _, each in _adapted(model)}

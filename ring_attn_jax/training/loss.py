@@ -124,10 +124,7 @@ def _over_ranks(
 
 
 def _constants(labels: Labels, ignored: int, dtype: Any, reduction: str) -> Labels:
-    """Return the labels as int32, and the weights in ``dtype`` without gradient.
-
-    The weight of an ignored label becomes 0. In a mean, any other weight that is negative or not finite becomes NaN.
-    """
+    """Return int32 labels, and weights without gradient, 0 at ignored labels; in a mean, a negative or infinite one is NaN."""
     numbers, weights = int32_labels(labels.labels), labels.weights
     if weights is not None:
         weights = lax.stop_gradient(jnp.where(numbers != ignored, weights.astype(dtype), 0))

@@ -75,10 +75,7 @@ def check_ranks(what: Any) -> None:
 
 
 def _entries(what: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of each leaf of the pytree ``what``.
-
-    Raise ValueError if a leaf cannot be compared: if it is traced, deleted or of an unsupported type.
-    """
+    """Yield (dotted name, value) of each leaf of the pytree ``what``."""
     for path, x in tree_leaves_with_path(what, is_leaf=lambda x: x is None):
         of_variable = isinstance(path[-1], GetAttrKey) and path[-1].name == "value" if path else False
         name = keystr(path[:-1] if of_variable else path, simple=True, separator=".") or "what"
@@ -99,10 +96,8 @@ def check_exists(name: str, x: Any) -> None:
 def _replicas(x: Any) -> list[Replica]:
     """Return the Replicas of ``x`` in this process: its copies that must equal other copies, in this process or in others.
 
-    A value that is not a jax.Array has one Replica, because every process should hold the same value. A jax.Array has one Replica
-    for each local device whose shard is also on another device, of this or another process. If several processes run and the
-    array lies only on this process's devices, it has one Replica for each of these devices, because every process should hold the
-    same array. In all other cases a jax.Array has one Replica, of its dtype and shape only.
+    A jax.Array has a Replica for each local device whose shard another device also holds, or for each device if every process
+    should hold the same array; else one of its dtype and shape only. Other values have one.
     """
     if not isinstance(x, jax.Array):
         return [plain_replica(("process", jax.process_index()), x)]
@@ -131,11 +126,7 @@ def _content(x: jax.Array) -> str:
 
 
 def _tables_of_all(table: Table, error: Exception | None) -> list[Table]:
-    """Return the tables of all processes, or only this process's table if all tables are equal and no replicas differ.
-
-    A table maps the name of each value to its replicas. The processes first all-gather digests of their tables. They all-gather
-    the tables only if digests or replicas differ or a process has an ``error``. Raise ValueError if a process has an ``error``.
-    """
+    """Return the tables {name: replicas} of all processes, or only this process's if all digests agree and no replicas differ."""
     mine = "" if error else table_digest(table)
     if set(_gathered(mine)) == {mine} and not error and not differences([table], "process"):
         return [table]
@@ -156,15 +147,10 @@ def _gathered(text: str) -> list[str]:
 
 @contextmanager
 def together(call: str, mesh: Any) -> Iterator[list[str]]:
-    """Run the ``with`` block in all processes, and raise an error of one process in all of them.
+    """Run the ``with`` block in all processes, and raise the error of the failed process with the lowest index in all of them.
 
-    If the block raises an error in several processes, all raise the error of the process with the lowest index. In a program of
-    several processes, an OSError is raised as an OSError; any other error as a RankDifference (a ValueError) if the block
-    succeeded in some process, else as a plain ValueError. The block may append texts to the yielded list, such as digests of the
-    data that it has read. Raise RankDifference if the texts differ between processes; ``call`` names the block in this error.
-
-    ``mesh``: the mesh of the block's model. If it is None or does not span all processes, each process raises only its own error,
-    and texts are not compared.
+    An OSError stays one; others become RankDifference if the block succeeded elsewhere, else ValueError. Texts appended to the
+    yielded list must be equal. If ``mesh`` does not span all processes, each raises only its own error.
     """
     error, alike = None, list[str]()
     try:
@@ -188,10 +174,7 @@ def together(call: str, mesh: Any) -> Iterator[list[str]]:
 
 
 def check_kinds(arrays: Mapping[str, Any]) -> None:
-    """Raise ValueError in each process if names, dtypes or shapes of arrays differ between processes.
-
-    Each process must call it. Values are not read.
-    """
+    """Raise ValueError in each process if names, dtypes or shapes of arrays differ. Each process must call it."""
     if jax.process_count() == 1:
         return
     owner = ("process", jax.process_index())
@@ -204,9 +187,8 @@ def check_kinds(arrays: Mapping[str, Any]) -> None:
 def agreed(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
     """Call ``function`` in every process, and return the list of all processes' return values, which must be JSON values.
 
-    Each process must call ``agreed``. If the function raises in several processes, every process raises the error of the process
-    with the lowest index. With several processes an OSError stays an OSError, and any other error becomes a ValueError.
-    ``alike``: values by name that must be equal in all processes. Raise ValueError if a value differs.
+    All raise the error of the failed process with the lowest index: an OSError as such, others as a ValueError. ``alike``: values
+    by name that must be equal in all processes.
     """
     error, value = None, None
     try:

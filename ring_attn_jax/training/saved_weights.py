@@ -72,10 +72,8 @@ def load_weights(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = 
 def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], ring: dict[str, Any]) -> RingTransformer:
     """Load a RingTransformer from a folder that ``save_weights``, ``save_llama`` or Hugging Face wrote.
 
-    ``naming``: the names of config and weights in the folder. ``dtypes``: (dtype of the weights, dtype of the computation); None
-    is the dtype in the config. ``ring``: the arguments of ``RingTransformer.from_config``. If only some processes find the
-    folder, or processes find different weights, a save may not be visible to all of them yet. If the mesh spans all processes,
-    they then retry for 10 seconds before they raise an error.
+    ``dtypes``: (of the weights, of the computation), None for the config's. If processes of a mesh over all of them find
+    different weights, a save may not be visible to all yet: they retry for 10 seconds.
     """
     for pause in (*PAUSES, None):
         with ExitStack() as kept:
@@ -104,10 +102,7 @@ def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> Transfor
 
 
 class Empty(NamedTuple):
-    """A model whose weights have no values yet, the weights to read, and their sharding (None: the default device).
-
-    ``files``: for the path of each file, a dict from a weight's name in the model to the weight's name in the file.
-    """
+    """A model without weight values, the names {in the model: in the file} of each file, and the weights' sharding."""
 
     model: RingTransformer
     files: dict[Path, dict[str, str]]
@@ -144,11 +139,7 @@ def save_folder(
     files: Callable[[TransformerConfig], dict[str, bytes]],
     renamed: Callable[[str], str],
 ) -> None:
-    """Save in ``folder`` the weights of ``model``, and the other files, such as config.json. Each process must call it.
-
-    ``files(config)`` returns the contents of the other files by file name. ``renamed(name)`` maps a weight's name in the model to
-    its name in the file.
-    """
+    """Save the weights of ``model`` and ``files(config)`` ({name: bytes}) in ``folder``. Each process must call it."""
     from safetensors.numpy import save_file
 
     arrays: dict[str, Any] = {}
@@ -185,7 +176,7 @@ def save_folder(
 
 
 def transformer_in(model: RingTransformer) -> RingTransformer:
-    """Return the model itself. Raise ValueError if it is not a RingTransformer."""
+    """Return the model itself, after a check that it is a RingTransformer."""
     if not isinstance(model, RingTransformer):
         raise ValueError(f"weights are saved of a RingTransformer, got {type(model).__name__}")
     return model

@@ -47,19 +47,13 @@ def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
 
 
 def _parameters(module: nnx.Module) -> dict[str, tuple[tuple[Any, ...], Any]]:
-    """Return {name: (flax path, variable)} of all parameters, by PyTorch name, such as ``blocks.0.attention.q.weight``.
-
-    Raise ValueError if two parameters have the same name.
-    """
+    """Return {name: (flax path, variable)} of all parameters, by PyTorch name, such as ``blocks.0.attention.q.weight``."""
     flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
     return named((".".join(map(str, (*path[:-1], _NAMES.get(str(path[-1]), path[-1])))), (path, p)) for path, p in flat)
 
 
 def _turned(path: tuple[Any, ...], x: Any) -> Any:
-    """Return ``x`` transposed if ``path`` leads to a flax kernel, else unchanged.
-
-    A kernel is [in, out] and PyTorch's weight [out, in], so the same call converts in both directions.
-    """
+    """Transpose ``x`` if ``path`` leads to a flax kernel: a kernel is [in, out] and PyTorch's weight [out, in]."""
     return x.T if path[-1] == "kernel" else x
 
 
