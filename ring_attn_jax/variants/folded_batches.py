@@ -29,21 +29,16 @@ Places = tuple[Place, ...]
 
 
 def folded(x: jax.Array, places: Places, rank: jax.Array) -> tuple[jax.Array, ...]:
-    """Fold a shard ``x`` [b s h d] into one array [b * head_groups, slots, heads, d] of folded batches per pattern.
-
-    ``places``: for each pattern, its FoldedBatches, and a HeadSelection of the heads of ``x`` that it uses. ``heads`` is the
-    number of heads in a head group. The function is differentiable.
-    """
+    """Fold a shard ``x`` [b s h d] into folded batches [b * head_groups, slots, heads, d] of each pattern. Differentiable."""
     return _fold(x, rank, places)
 
 
 def mixed(
     outs: Sequence[jax.Array], lses: Sequence[jax.Array], batches: tuple[FoldedBatches, ...], rank: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Unfold the patterns' results and sum them, weighted by exp(lse_i - lse). The function is differentiable.
+    """Unfold the patterns' results and sum them, weighted by exp(lse_i - lse): out [b s h e], lse [b s h]. Differentiable.
 
-    Return out [b s h e], in the outs' dtype, and lse [b s h]. A token that sees no key in any pattern has out 0, lse -inf and
-    zero gradients.
+    A token that sees no key in any pattern has out 0, lse -inf and zero gradients.
     """
     return _mix((tuple(outs), tuple(lses)), rank, tuple((each, each.of_queries) for each in batches))
 
@@ -133,18 +128,14 @@ def _exp(lse_i: jax.Array, top: jax.Array) -> jax.Array:
 def _weight(lse_i: jax.Array, sums: tuple[jax.Array, jax.Array], place: Place, rank: jax.Array) -> jax.Array:
     """Return alpha_i = exp(lse_i - lse), or 0 for queries that see no key in pattern i.
 
-    ``sums``: the maximum of lse_i over the patterns, and the sum of exp(lse_i - maximum). The weight is computed from these
-    instead of lse, because for huge scores the rounding of lse would change the weight.
+    ``sums``: (maximum of lse_i, sum of exp(lse_i - maximum)): for huge scores the rounding of lse would change the weight.
     """
     top, total = (fold(x, place, rank) for x in sums)
     return _exp(lse_i, top) / jnp.where(total > 0, total, 1)
 
 
 def fold(x: jax.Array, place: Place, rank: jax.Array) -> jax.Array:
-    """Fold a shard ``x`` [b s h d] into folded batches [b * head_groups, slots, heads, d]; empty slots and padded heads are 0.
-
-    ``place``: the pattern's FoldedBatches, and a HeadSelection of the heads of ``x`` that the pattern uses.
-    """
+    """Fold a shard ``x`` [b s h d] into folded batches [b * head_groups, slots, heads, d]; empty slots and padded heads are 0."""
     batches, selection = place
     x = x[:, :, selection.first : selection.end]
     if selection.repeat > 1:
@@ -163,10 +154,7 @@ def fold(x: jax.Array, place: Place, rank: jax.Array) -> jax.Array:
 
 
 def unfold(x: jax.Array, place: Place, rank: jax.Array, heads: int, fill: float = 0) -> jax.Array:
-    """Invert ``fold``: return the shard [b s heads d], with ``fill`` at each token and head that no folded batch holds.
-
-    If ``fold`` repeats a head, the copies of the head are summed.
-    """
+    """Invert ``fold``: return the shard [b s heads d], with ``fill`` where no folded batch has a token; copies are summed."""
     batches, selection = place
     rows, slots, n, d = x.shape
     x = x.reshape(rows // batches.head_groups, selection.spread, selection.together, slots, n, d).transpose(0, 3, 1, 2, 4, 5)[
@@ -193,8 +181,5 @@ def _heads_padded(x: jax.Array, before: int, behind: int, fill: float = 0) -> ja
 
 
 def _diagonal(selection: HeadSelection) -> jax.Array:
-    """Return a bool mask for arrays [b slots spread together heads spread d], True if the two spread indices are equal.
-
-    The mask broadcasts to this shape. ``HeadSelection`` explains ``spread`` and ``together``.
-    """
+    """Return a bool mask for arrays [b slots spread together heads spread d], True if the two spread indices are equal."""
     return jnp.eye(selection.spread, dtype=bool)[:, None, None, :, None]

@@ -164,10 +164,7 @@ class SummaryInputs(NamedTuple):
 
 
 class Summaries(NamedTuple):
-    """The n summaries of all summarized blocks, sorted by block: ``k`` [b n g d] and ``v`` [b n g e], in at least float32.
-
-    ``fraction`` [b n]: the fraction of each summary's tokens that is unmasked, or None without a key mask. g: number of kv heads.
-    """
+    """The n summaries by block: ``k`` [b n g d], ``v`` [b n g e], ``fraction`` [b n] of unmasked tokens or None."""
 
     k: jax.Array
     v: jax.Array
@@ -189,10 +186,7 @@ def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, axi
 
 
 def _visible_range(plan: SummaryPlan, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (first, end), int32 [s] each: each query sees the positions ``first .. end - 1`` exactly, not by summaries.
-
-    Both numbers are 0 for padding queries. Summaries cover the tokens before ``first``, so padding queries see no summary.
-    """
+    """Return (first, end), int32 [s] each: queries see positions ``first .. end - 1`` exactly; 0 for padding, which sees none."""
     positions = rank * plan.local + jnp.arange(plan.local, dtype=jnp.int32)
     true = positions < plan.length
     return jnp.where(true, plan.first(positions), 0), jnp.where(true, positions + 1, 0)
@@ -263,7 +257,7 @@ def _summaries(inputs: SummaryInputs, plan: SummaryPlan, axis_name: str) -> Summ
 
 
 def _checked(inputs: SummaryInputs, options: SummaryOptions, ranks: int) -> SummaryPlan:
-    """Return the plan of the call. Raise ValueError if q, k, v or pool is not an array, or does not fit the others or options."""
+    """Return the plan of the call, after checks of its arrays and options."""
     q, k, v, pool, _ = inputs
     dtype_names(q, k, v)
     (of_pool,) = described({"pool": pool}) or (None,)
