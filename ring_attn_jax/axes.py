@@ -31,12 +31,7 @@ WHOLE = "use sharded_ring_attention(..., mesh=mesh), which builds the shard_map 
 
 
 def ring_size(axis_name: Any, call: str = "ring_attention", instead: str = WHOLE) -> int:
-    """Return the number of ranks of the mesh axis.
-
-    Raise ValueError if the axis is unknown here, for example outside of a shard_map over this axis. Outside of any shard_map the
-    message advises to call the function named ``call`` inside one, or else to do as ``instead`` says. Raise also the errors of
-    ``check_axis_name``.
-    """
+    """Return the number of ranks of the mesh axis; ``call`` and ``instead`` complete the error's advice outside a shard_map."""
     check_axis_name(axis_name)
     try:
         return lax.axis_size(axis_name)
@@ -46,10 +41,7 @@ def ring_size(axis_name: Any, call: str = "ring_attention", instead: str = WHOLE
 
 
 def unknown_axis(axis_name: Any, outside: str) -> str:
-    """Return an error message: ``axis_name`` is not a mesh axis here, and what to do.
-
-    ``outside``: the advice if no shard_map surrounds the call. Inside a shard_map the advice is to pass one of its axes.
-    """
+    """Return the error that ``axis_name`` is not a mesh axis here; ``outside``: the advice if no shard_map surrounds the call."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     advice = f"this shard_map is over {', '.join(axes)}: pass axis_name={choice_of(axes)}" if axes else outside
     return f"axis_name={axis_name!r} is no mesh axis here{', ' if axes else ': '}{advice}"
@@ -61,11 +53,7 @@ def choice_of(axes: Sequence[str]) -> str:
 
 
 def dtype_names(q: Any, k: Any, v: Any) -> tuple[str, str, str]:
-    """Return the dtype names of q, k and v.
-
-    Raise ValueError if an argument is not an array, if a size other than the batch size is symbolic (``jax.export``), or if an
-    array is float64 without ``jax_enable_x64``, since JAX would cast it to float32.
-    """
+    """Return the dtype names of q, k and v, after checks that JAX can compute with these arrays."""
     for name, array in zip("qkv", (q, k, v), strict=True):
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
             raise ValueError(f"q, k and v must be arrays, got {type(array).__name__}")
@@ -80,7 +68,7 @@ def dtype_names(q: Any, k: Any, v: Any) -> tuple[str, str, str]:
 
 
 def described(arrays: dict[str, Any]) -> tuple[OptionalArray, ...]:
-    """Return name, shape and dtype of the optional arrays that were passed. Raise ValueError if one is not an array."""
+    """Return name, shape and dtype of the optional arrays that were passed."""
     present = {name: x for name, x in arrays.items() if x is not None}
     for name, x in present.items():
         if not hasattr(x, "dtype") or not hasattr(x, "shape"):
@@ -91,8 +79,7 @@ def described(arrays: dict[str, Any]) -> tuple[OptionalArray, ...]:
 def vary_alike(axes: tuple[str, ...], *trees: *Trees) -> tuple[*Trees]:
     """Mark all arrays as varying over ``axes`` and over each mesh axis that any of them varies over.
 
-    Call this before the custom_vjp. Then JAX sums an array's gradient over the axes on which the array was replicated. Under
-    ``check_vma=False`` this function has no effect.
+    Call this before the custom_vjp. Then JAX sums an array's gradient over the axes on which the array was replicated.
     """
     union = frozenset().union(*(axes_of(x) for x in (*jax.tree.leaves(trees), *map(lax.axis_index, axes))))
     vary = lambda x: lax.pcast(x, tuple(sorted(union - axes_of(x))), to="varying") if union - axes_of(x) else x
@@ -112,10 +99,7 @@ def checks_are_off(axis_name: str) -> bool:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def without_derivative(call: str, x: jax.Array) -> jax.Array:
-    """Return ``x`` unchanged, but raise ValueError if JAX differentiates this identity.
-
-    ``call``: for the message, the name of the public function, which has no derivative in ``shard_map(check_vma=False)``.
-    """
+    """Return ``x`` unchanged, but raise ValueError if JAX differentiates this identity; ``call`` names the public function."""
     return x
 
 
@@ -128,10 +112,7 @@ def _refuse(call: str, primals: Any, tangents: Any) -> Any:
 
 
 def mapped_over_mesh() -> bool:
-    """Return True if a ``jax.vmap`` with spmd_axis_name surrounds this call.
-
-    JAX has no public function for this, so a private one is called. In a release of JAX without it the result is False.
-    """
+    """Return True if a ``jax.vmap`` with spmd_axis_name surrounds this call. JAX has only a private function for this."""
     environment = getattr(sys.modules.get("jax._src.core"), "get_axis_env", None)
     return environment is not None and bool(getattr(environment(), "spmd_axis_names", ()))
 
@@ -148,10 +129,7 @@ def explicit_axes() -> tuple[str, ...]:
 
 
 def on_mesh(x: Any, mesh: Any, spec: PartitionSpec) -> jax.Array:
-    """Return ``x`` sharded as ``spec`` over the Explicit axes, after a copy to the mesh if ``x`` is committed to other devices.
-
-    Inside jit the devices of ``x`` are unknown, so it is not copied, and JAX refuses an array on devices outside the mesh.
-    """
+    """Return ``x`` sharded as ``spec`` over the Explicit axes, copied to the mesh first if it is committed to other devices."""
     x = jnp.asarray(x)
     value = concrete(x)
     if isinstance(mesh, Mesh) and value is not None and value.committed and value.sharding.device_set != {*mesh.devices.flat}:
@@ -181,9 +159,8 @@ def on_explicit_axes(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
 def on_auto_axes(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
     """Wrap ``function`` so that the caller's Explicit mesh axes are Auto inside it. ``out_specs``: the sharding of the results.
 
-    In a shard_map that is manual over only some axes, array types still name the Explicit axes. A loop whose carry starts as new
-    zeros then fails, because a step returns a carry of another type. Without Explicit axes, return ``function`` itself. The
-    wrapper is jitted, because outside jit a shard_map evaluates one operation at a time on the caller's mesh.
+    Otherwise a loop whose carry starts as new zeros fails, because a step returns a carry of another type. The wrapper is jitted,
+    because outside jit a shard_map evaluates one operation at a time.
     """
     explicit = explicit_axes()
     if not explicit:

@@ -118,11 +118,7 @@ class ShardedAxes(NamedTuple):
 
     @classmethod
     def of(cls, mesh: Any, axis_name: Any, batch_axes: str | Sequence[str], head_axis: str | None) -> ShardedAxes:
-        """Check the arguments and return them as ``ShardedAxes``. ``mesh``: None stands for the mesh of ``jax.set_mesh``.
-
-        Raise ValueError without a mesh, or if ``mesh`` is not a mesh or lacks an axis, or if an axis is named twice or its name
-        is not a string. Raise NotImplementedError if ``axis_name`` is a tuple or list.
-        """
+        """Check the arguments and return them as ``ShardedAxes``. ``mesh``: None stands for the mesh of ``jax.set_mesh``."""
         if mesh is None:
             mesh = jax.sharding.get_abstract_mesh()
             if mesh.empty:
@@ -151,10 +147,7 @@ class ShardedAxes(NamedTuple):
         return self.mesh.shape[self.axis_name]
 
     def seen_in(self, q: jax.Array) -> ShardedAxes:
-        """Return these axes, with those that visibly shard the rows of q as ``batch_axes`` if none were passed.
-
-        The sharding over Explicit axes is always visible, the sharding over Auto axes outside of jit only.
-        """
+        """Return these axes, with those that visibly shard the rows of q as ``batch_axes`` if none were passed."""
         if self.batch_axes:
             return self
         value = concrete(q)
@@ -200,11 +193,7 @@ def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: Sha
 def _compiled(
     where: ShardedAxes, specs: tuple[tuple[str, PartitionSpec], ...], options: Options, return_lse: bool, mapped: bool
 ) -> Any:
-    """Return the jitted function that takes a dict of arrays, and returns out, or (out, lse) if ``return_lse``.
-
-    It is cached: otherwise each call outside jit would compile a new function. ``specs``: pairs of an array's name and its
-    PartitionSpec. ``mapped``: True inside a jax.vmap with spmd_axis_name.
-    """
+    """Return the jitted function of a dict of arrays, cached, because each call outside jit would compile a new function."""
 
     def on_shards(inputs: dict[str, Any]) -> Any:
         q, k, v = inputs.pop("q"), inputs.pop("k"), inputs.pop("v", None)
@@ -220,31 +209,22 @@ def _compiled(
 
 
 def program(on_shards: Any, where: ShardedAxes, specs: dict[str, PartitionSpec], return_lse: bool, mapped: bool) -> Any:
-    """Wrap ``on_shards``, a function of the shards, in a jitted shard_map that returns out, or (out, lse) if ``return_lse``.
+    """Wrap ``on_shards`` in a jitted shard_map that returns out, or (out, lse) if ``return_lse``.
 
-    ``specs``: the PartitionSpecs of the arrays by name. ``mapped``: True inside a jax.vmap with spmd_axis_name. JAX (0.10 to
-    0.12) gives mapped arrays another type there than other arrays, and the check ``check_vma`` refuses to combine these types. So
-    the check is off. The result does not depend on it: with or without the check, the gradients of replicated arrays are summed
-    where the shard_map ends.
+    JAX (0.10 to 0.12) gives arrays mapped by a vmap with spmd_axis_name another type, which ``check_vma`` refuses to combine with
+    others. So the check, which does not change gradients, is off if ``mapped``.
     """
     out_specs = (specs["q"], specs["q"]) if return_lse else specs["q"]
     return jax.jit(jax.shard_map(on_shards, mesh=where.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=not mapped))
 
 
 def _first(axes: str | tuple[str, ...] | None, local: int) -> jax.Array:
-    """Return the global index of this shard's first row or head.
-
-    ``axes``: the mesh axes over which rows or heads are sharded. ``local``: number of rows or heads per shard.
-    """
+    """Return the global index of this shard's first row or head. ``local``: number of rows or heads per shard."""
     return lax.axis_index(axes).astype(jnp.uint32) * local if axes else jnp.uint32(0)
 
 
 def _check_intervals(arrays: Arrays, queries: int, keys: int, options: Options, where: ShardedAxes) -> None:
-    """Raise ValueError if an extent or key extent is invalid. Skip arrays that this host cannot read, such as traced ones.
-
-    With the strategy "direct" in a balanced layout, also raise it if a query may see a key that its rank neither holds nor
-    receives.
-    """
+    """Raise ValueError if an extent or key extent is invalid, or "direct" lacks a key. Skip arrays that this host cannot read."""
     lengths: Any = queries // where.ranks, keys // where.ranks, options.length, options.kv_length
 
     def shards(extents: Any) -> list[Any]:
@@ -267,10 +247,7 @@ def _check_intervals(arrays: Arrays, queries: int, keys: int, options: Options, 
 
 
 def check_shards(q: jax.Array, k: jax.Array, v: jax.Array, where: ShardedAxes) -> None:
-    """Raise ValueError if q, k or v is not 4-dimensional, or if a dimension is not a multiple of the size of its mesh axes.
-
-    The number of heads of k or v may also be 1: a single head is replicated.
-    """
+    """Raise ValueError if a dimension is not a multiple of the size of its mesh axes; a single head of k or v is replicated."""
     shape = where.mesh.shape
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
