@@ -70,10 +70,7 @@ def balanced_tree_layout(parents: Any, lengths: Any, ranks: int, *, length: int 
 
 
 def tree_work(tree: Tree, runs: tuple[Run, ...]) -> RankWork:
-    """Return the work of a rank that holds ``runs`` of a tree.
-
-    It counts the visible pairs of the rank's queries, and the keys that the rank reads from other ranks.
-    """
+    """Return the visible pairs of a rank that holds ``runs`` of a tree, and the keys that it reads from other ranks."""
     pairs, remote, begin = 0, 0, 0
     for length, depth, reach in zip(tree.lengths, tree.depths(), tree.ends(), strict=True):
         end, newest = begin + length, -1
@@ -90,10 +87,8 @@ def tree_work(tree: Tree, runs: tuple[Run, ...]) -> RankWork:
 
 
 def _edges(trees: Iterable[Tree], most: int, tokens: int) -> list[int]:
-    """Return, in ascending order, all positions at which an item begins or ends in at least one row, from 0 to ``tokens``.
-
-    An item is a subtree of at most ``most`` tokens, or the first segment of a larger subtree. ``trees``: one for each row.
-    """
+    """Return, ascending, all positions from 0 to ``tokens`` at which an item begins or ends in at least one row.
+    An item is a subtree of at most ``most`` tokens, or the first segment of a larger subtree."""
     found = {0, tokens}
     for tree in trees:
         starts, ends = list(accumulate(tree.lengths, initial=0)), tree.ends()
@@ -119,10 +114,7 @@ def _cost_before(tree: Tree) -> Callable[[int], int]:
 
 
 def _balance(dealt: Runs, cost_before: Callable[[int], float]) -> float:
-    """Return the largest cost of a rank divided by the mean cost.
-
-    ``dealt``: for each rank, its (start, length) runs. ``cost_before``: a function that maps a position to the cost of all
-    queries before it.
-    """
+    """Return the largest cost of a rank divided by the mean.
+    ``cost_before``: maps a position to the cost of all queries before it."""
     costs = [sum(cost_before(start + length) - cost_before(start) for start, length in rank) for rank in dealt]
     return max(costs) * len(costs) / max(sum(costs), 1)

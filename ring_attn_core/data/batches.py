@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def documents_of(settings: DatasetSettings) -> TokenizedDocuments:
-    """Return the documents of the folder, which holds texts, files of rows, or token arrays.
-
-    Raise ValueError if the folder holds several kinds of files or no file, if a file has no tokens or is invalid, or if a setting
-    does not fit the kind of files.
-    """
+    """Return the documents of the folder, which holds texts, files of rows, or token arrays."""
     files = records.without_descriptions(found(settings))
     arrays = [file for file in files if file.name.endswith(token_arrays.SUFFIX)]
     if not arrays:
@@ -92,10 +88,7 @@ class Batches:
         equal to ``start`` until a batch is yielded."""
 
     def iterate(self, offset: int = 0, every: int = 1) -> Iterator[BatchArrays]:
-        """Yield every ``every``-th batch of all epochs, from batch ``self.start + offset`` on; endlessly if ``epochs`` is None.
-
-        Raise ValueError before the first batch if a file has vanished or changed (see ``Reader.check``).
-        """
+        """Yield every ``every``-th batch of all epochs from batch ``self.start + offset`` on; endlessly if ``epochs`` is None."""
         self.reader.check()
         start = self.start
         self.yielded = start
@@ -132,9 +125,5 @@ class Batches:
         return state_of(self.yielded if batches is None else batches, self._digest, self.index, self.settings)
 
     def resume(self, state: object) -> None:
-        """Start every later iteration at the batch where ``state`` was taken.
-
-        Raise ValueError if ``state`` is not a result of :meth:`state`, or belongs to other documents or to
-        settings that give other batches.
-        """
+        """Start every later iteration at the batch where ``state`` was taken."""
         self.start = self.yielded = batches_of(state, (self._digest, self._former), self.index, self.settings)

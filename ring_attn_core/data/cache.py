@@ -44,10 +44,7 @@ TOKENIZER = "tokenizer.json"
 
 
 def tokenised(files: Sequence[File], settings: DatasetSettings) -> TokenizedDocuments:
-    """Return the cached documents of text files or files of rows. If the cache lacks them, tokenise and store them first.
-
-    Raise ValueError if a file, the tokenizer or its chat template is invalid, or the cache cannot be written.
-    """
+    """Return the cached documents of text files or files of rows; if the cache lacks them, tokenise and store them first."""
     folder = Path(settings.folder) / ".ring-attn" if settings.cache is None else Path(settings.cache)
     tokenizer = _tokenizer_text(settings)
     index = folder / f"{_key(files, settings, tokenizer)}.json"
@@ -70,10 +67,9 @@ def tokenised(files: Sequence[File], settings: DatasetSettings) -> TokenizedDocu
 
 
 def _tokenizer_text(settings: DatasetSettings) -> bytes | None:
-    """Return the bytes of the tokenizer's file, or None if no tokenizer is set. Raise ValueError if it cannot be read.
-
-    The cache's key and the encoder are made from the same bytes, so the key names the right tokenizer even if the file changes.
-    """
+    """Return the bytes of the tokenizer's file; None without a tokenizer.
+    The cache's key and the encoder are made from the same bytes, so the key names the right tokenizer even if the file
+    changes."""
     if settings.tokenizer is None:
         return None
     path = Path(settings.tokenizer)
@@ -97,10 +93,7 @@ def _key(files: Sequence[File], settings: DatasetSettings, text: bytes | None) -
 
 
 def _kept(index: Path, files: Sequence[File]) -> TokenizedDocuments | None:
-    """Return the cached documents of ``files``; None if the cache is missing, looks damaged or is made from other texts.
-
-    ``index``: the path of the index.
-    """
+    """Return the cached documents of ``files``; None if the cache is missing, looks damaged or is made from other texts."""
     try:
         kept = read_json(index)
         path = index.parent / f"{kept['digest']}.tokens"
@@ -125,10 +118,7 @@ def _kept(index: Path, files: Sequence[File]) -> TokenizedDocuments | None:
 
 
 def _rows(kept: dict[str, Any], files: Sequence[File]) -> list[list[int] | None]:
-    """Return, for each file, the row numbers of its documents, or None if the file is a text, a single document.
-
-    ``kept``: the content of the index. Raise ValueError if the index and ``files`` have different numbers of files.
-    """
+    """Return, for each file, the row numbers of its documents; None for a text, which is a single document."""
     rows = kept.get("rows", [None] * len(files))  # a folder of texts has none
     if len(rows) != len(files):
         raise ValueError("the index has the rows of other files")
@@ -211,10 +201,7 @@ def _write_index(index: Path, text: str) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Lock the folder while its texts are tokenised, and yield True. Yield False on Windows and on file systems without locks.
-
-    Wait while another process holds the lock; the system releases it if that process dies.
-    """
+    """Lock the folder, waiting for other processes. Yield True, or False on Windows and on file systems without locks."""
     if sys.platform == "win32":
         yield False
         return

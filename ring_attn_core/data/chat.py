@@ -78,11 +78,7 @@ class ChatTemplate:
 
     def text_of(self, row: ChatRow, where: str) -> tuple[str, list[Span] | None]:
         """Return the text of a chat, and the spans that have labels, in order (None without ``parts=True``).
-
-        Raise ValueError if the chat, its tools or its tool calls are invalid, or if the assistant's parts cannot be located.
-        Raise it also if the template is invalid, refuses the chat, or leaves out the chat's tools or tool calls. ``where``: the
-        file and row of the chat. Error messages about the chat begin with this text.
-        """
+        ``where``: the file and row of the chat, with which errors begin."""
         chat = _checked(row, where)
         written = self._write(chat, where)
         self._check_tools(chat, written, where)
@@ -149,11 +145,8 @@ class ChatTemplate:
 
     def _added(self, chat: ChatRow, text: str, where: str) -> dict[int, list[Span]]:
         """Return the span of each assistant message, by number, in ``text``, the text of the whole chat.
-
-        For each such message two texts are rendered: the earlier messages with the generation prompt, and the messages up to and
-        including this message, without a prompt. The span lies between the ends of the two texts. It goes on over an end of turn
-        (eos_token) that the template writes with the next message.
-        """
+        It lies between the ends of the texts rendered before the message, with the generation prompt, and up to it, without; an
+        end of turn (eos_token) that the template writes with the next message belongs to the span."""
         turns, ending = {}, self._tokenizer.eos_token or ""
         for i, message in enumerate(chat.messages):
             if message["role"] != "assistant":
@@ -175,11 +168,7 @@ class ChatTemplate:
 
 
 def _checked(row: ChatRow, where: str) -> ChatRow:
-    """Return a chat in the form that templates read. Leave out null fields of messages, and empty lists of tool calls.
-
-    Raise ValueError if the chat is not a list of messages, its tools or tool calls are invalid, or it holds U+FDD0 or U+FDD1,
-    the marks BEGIN and END.
-    """
+    """Return a chat in the form that templates read, without null fields of messages and empty lists of tool calls."""
     chat, tools = row.messages, tools_of(row.tools, where)
     if not isinstance(chat, list) or not chat:
         raise ValueError(f"{where}: a chat must be a list of messages, got {in_words(chat)}: pass the column of the chats")
@@ -213,9 +202,7 @@ def _unmarked(text: str) -> tuple[str, list[Span]]:
 
 def inside(offsets: list[Span], spans: list[Span]) -> list[bool]:
     """Return for each token whether any of its characters lies in one of ``spans``.
-
-    ``offsets``: the span of each token's characters. Both lists are sorted by position in the text. A span is not empty.
-    """
+    ``offsets``: the span of each token's characters. Both lists are sorted by position. A span is not empty."""
     found, at = [], 0
     for first, end in offsets:
         while at < len(spans) and spans[at][1] <= first:

@@ -69,10 +69,8 @@ class Hulls:
         self.counts = np.zeros((rows, queries), np.int64)
 
     def add(self, start: int, visible: Any) -> None:
-        """Add a block of queries that begins at query ``start``. Blocks come in ascending order.
-
-        ``visible``: the mask of the block, bool [rows, queries of the block, keys].
-        """
+        """Add a block of queries from query ``start`` on, in ascending order.
+        ``visible``: bool [rows, queries of the block, keys]."""
         import numpy as np
 
         some = slice(start, start + visible.shape[1])
@@ -84,10 +82,7 @@ class Hulls:
         self.key_extents[..., 1] = np.where(seen, below[..., 1], self.key_extents[..., 1])
 
     def parts(self) -> DenseMaskArguments | None:
-        """Return the arguments that express the mask, a band if possible. Return None if no arguments can express it.
-
-        A mask cannot be expressed if it is not the intersection of its hulls (see the module's docstring).
-        """
+        """Return the arguments that express the mask, a band if possible; None if it is not the intersection of its hulls."""
         import numpy as np
 
         seen = self.key_extents[..., 1] > 0
@@ -106,10 +101,7 @@ class Hulls:
         return DenseMaskArguments(full(), self.extents, self.key_extents) if both else None
 
     def _band(self, key_mask: Any) -> Band | None:
-        """Return a band that equals the mask if combined with ``key_mask``, bool [rows, keys]; None if no such band exists.
-
-        If there are several such bands, return one with the fewest limits (``lo``, ``hi``).
-        """
+        """Return the band of fewest limits that equals the mask if combined with ``key_mask``, bool [rows, keys]; else None."""
         import numpy as np
 
         seeing, row = self.counts > 0, np.arange(self.counts.shape[1])
@@ -127,10 +119,8 @@ class Hulls:
 
     def _fits(self, key_mask: Any, first: Any, end: Any) -> bool:
         """Return whether each query sees all keys in its interval that ``key_mask`` permits.
-
-        ``first``, ``end`` (exclusive): the intervals, int [rows, queries] or [queries]; they contain all keys that a query sees.
-        So it is enough to compare the number of permitted keys with ``counts``.
-        """
+        ``first``, ``end`` (exclusive), int [rows, queries] or [queries]: they contain all keys that a query sees, so it is enough
+        to compare the number of permitted keys with ``counts``."""
         import numpy as np
 
         before = np.pad(np.cumsum(key_mask, 1, dtype=np.int64), ((0, 0), (1, 0)))
@@ -158,10 +148,7 @@ class Hulls:
 
 
 def dense_mask_arguments(visible: Any) -> DenseMaskArguments | None:
-    """Convert a numpy mask of the global sequences, bool [rows, queries, keys], to arguments of ``ring_attention``.
-
-    Return None if the mask is not the intersection of its hulls (see the module's docstring).
-    """
+    """Convert a numpy mask, bool [rows, queries, keys], to arguments of ``ring_attention``; None if no arguments express it."""
     hulls = Hulls(*visible.shape)
     for some in _blocks(visible.shape[1], visible.shape[0] * visible.shape[2]):
         hulls.add(some.start, visible[:, some])
@@ -169,10 +156,7 @@ def dense_mask_arguments(visible: Any) -> DenseMaskArguments | None:
 
 
 def _blocks(queries: int, pairs: int) -> Iterable[slice]:
-    """Return slices that divide ``queries`` queries into blocks of at most BLOCK (query, key) pairs.
-
-    ``pairs``: the number of pairs of one query in all rows. If it exceeds BLOCK, each block is one query.
-    """
+    """Return slices of ``queries``, of at most BLOCK pairs or else one query. ``pairs``: those of one query in all rows."""
     step = max(BLOCK // max(pairs, 1), 1)
     return (slice(start, min(start + step, queries)) for start in range(0, queries, step))
 

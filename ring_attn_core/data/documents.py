@@ -62,11 +62,7 @@ class TokenizedDocuments(NamedTuple):
 
 
 def found(settings: DatasetSettings) -> list[File]:
-    """Return the files that match the pattern, in order of name, without hidden files.
-
-    Raise ValueError if ``settings.folder`` is not a folder, if no file in it matches, if a matching file is empty, unreadable or
-    not a regular file, or if ``_check_cache`` refuses the folder of the cache.
-    """
+    """Return the files that match the pattern, in order of name, without hidden files."""
     folder = Path(settings.folder)
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"

@@ -31,10 +31,8 @@ An id has ``width`` bytes, little-endian. A text is one document, at row 1. The 
 
 def encoder(settings: DatasetSettings, tokenizer_text: bytes | None) -> tuple[Encode, int]:
     """Return the function that encodes a file (see ``Encode``), and the vocabulary size.
-
-    ``tokenizer_text``: the content of a tokenizer.json; None: each byte of a text is an id. If ``settings.chat`` is "assistant",
-    only the assistant's tokens have labels; the function sets the highest bit in the ids of all other tokens.
-    """
+    Without ``tokenizer_text``, each byte is an id. If ``settings.chat`` is "assistant", the highest bit is set in the ids of
+    tokens without labels."""
     end = -1 if settings.end is None else int(settings.end)
     if tokenizer_text is None:
         vocab, ids_of, pieces_of = max(BYTES, end + 1), _bytes_of_rows, _bytes
@@ -131,11 +129,7 @@ def _chats(settings: DatasetSettings, tokenizer: Any) -> Encode:
 def _rows(
     file: File, column: str, rows: Iterator[tuple[int, Any]], ids_of: Callable[[Sequence[Any]], list[bytes]], what: str = "text"
 ) -> Iterator[tuple[int, Iterable[bytes]]]:
-    """Yield (row number, ids as bytes) for each row that has tokens. Raise ValueError if no row has tokens.
-
-    ``rows``: (row number, value) pairs. ``ids_of``: a function that encodes a list of values. ``what``: the noun for a value in
-    the error message.
-    """
+    """Yield (row number, ids as bytes) for each row that has tokens. ``what``: the noun for a value in the error message."""
     empty = True
     while some := list(islice(rows, ROWS)):
         for (row, _), ids in zip(some, ids_of([value for _, value in some]), strict=True):

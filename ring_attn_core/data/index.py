@@ -36,14 +36,9 @@ class ShardSpan(NamedTuple):
 
 
 def reads(spans: Iterable[DocumentSpan], runs: Sequence[Run]) -> Iterator[ShardSpan]:
-    """Yield the parts of one packed row that a rank reads: each overlap of a document span with a run of the rank.
-
-    ``spans``: the document spans of the row. ``runs``: the rank's runs of positions in the row.
-
-    The label of a token is the next token of its document span; the last token of a span has no label. In a run of stride 1 the
-    reader therefore reads one token more than the part, unless the part ends the span. With another stride it reads the labels
-    separately.
-    """
+    """Yield each overlap of a document span of a packed row with a run of the rank.
+    A label is the next token of its span, and the last token has none. So in a run of stride 1 the reader reads one token more
+    than the part, unless the part ends the span; with another stride it reads the labels separately."""
     spans, slot = tuple(spans), 0
     for run in runs:
         for span in spans:
@@ -76,10 +71,7 @@ class Index:
         """Number of batches of all epochs; None if epochs are unlimited."""
 
     def batch(self, number: int) -> list[tuple[DocumentSpan, ...]]:
-        """Return, for each packed row of this replica in batch ``number``, the document spans in the row.
-
-        The tuple of a row is empty if the row is all padding, because the tokens of the epoch end before it.
-        """
+        """Return the document spans of each packed row of this replica in batch ``number``; () for a row of padding alone."""
         epoch, at = divmod(number, self.batches)
         packed_rows, order = self._packed_rows(epoch)
         first = at * self._settings.rows + self._settings.replica * self._settings.batch_size
@@ -88,9 +80,7 @@ class Index:
 
     def _packed_rows(self, epoch: int) -> tuple[PackedRows, Sequence[int]]:
         """Return the packed rows of an epoch, and the order in which batches take the full rows.
-
-        If the last packed row is not full, batches take it after all others.
-        """
+        If the last packed row is not full, batches take it after all others."""
         if self._epoch is None or self._epoch[0] != epoch:
             of, key = self._settings, (self._settings.seed, epoch)
             documents = shuffled(len(self._lengths), "documents", *key) if of.shuffle else None
@@ -108,13 +98,8 @@ def state_of(batches: int, data: str, index: Index, settings: DatasetSettings) -
 
 def batches_of(state: object, data: Sequence[str | None], index: Index, settings: DatasetSettings) -> int:
     """Return the batch count stored in ``state``.
-
-    Raise ValueError if ``state`` is not a result of :func:`state_of` in this format, belongs to other documents, or differs from
-    ``settings`` in a value that ``_decides`` returns.
-
-    ``data``: the digest of this dataset's documents, and the digest that an older release computed for them; None in place of the
-    second if both are equal. ``state`` may hold either digest.
-    """
+    ``data``: the digest of this dataset's documents, and that of an older release, None if both are equal; ``state`` may hold
+    either."""
     found: Any = state
     if isinstance(state, str | bytes):
         try:

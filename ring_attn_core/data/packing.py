@@ -60,10 +60,7 @@ class PackedRows:
 
 def shuffled(count: int, *key: int | str) -> list[int]:
     """Return a permutation of 0 to ``count - 1`` determined by ``key``, the same in each process and Python version.
-
-    Sort the indices by numbers drawn with ``random()``. Python guarantees for ``random()``, but not for ``random.shuffle``, that
-    a seed gives the same numbers in each version.
-    """
+    Python guarantees this for ``random()``, but not for ``random.shuffle``: sort the indices by drawn numbers."""
     draw = random.Random("/".join(map(str, key))).random
     drawn = [draw() for _ in range(count)]
     return sorted(range(count), key=drawn.__getitem__)

@@ -16,10 +16,7 @@ QUESTION = "What is the pass key? The pass key is "
 
 
 class Passkey(NamedTuple):
-    """A sample of the passkey task: filler text with a number hidden in it, a question for the number, and the number as answer.
-
-    Each byte is a token. A model that attends over the whole text can predict the answer.
-    """
+    """A sample of the passkey task, a byte a token: filler with a hidden number, a question for it, and the number as answer."""
 
     text: bytes
     answer: int
@@ -41,11 +38,7 @@ def shortest(digits: int = 5) -> int:
 
 def passkey(length: int, seed: int | str = 0, digits: int = 5) -> Passkey:
     """Return a text of ``length`` bytes that hides a number of ``digits`` digits at a uniformly random depth.
-
-    As in arXiv:2305.16300, the text consists of filler, the number, filler, the question, and the number again. Equal arguments
-    give equal texts on any machine. Raise ValueError if ``digits`` is below 1, or ``length`` cannot hold number, question and
-    answer.
-    """
+    As in arXiv:2305.16300 it is filler, number, filler, question, number. Equal arguments give equal texts on any machine."""
     for name, value, least in (("digits", digits, 1), ("length", length, shortest(digits) if is_integer(digits) else 1)):
         if not is_integer(value) or value < least:
             raise ValueError(f"{name} of a passkey must be an int of at least {least}, got {in_words(value)}")

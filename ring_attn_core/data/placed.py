@@ -23,10 +23,8 @@ AGAIN = (
 
 def where_held(extents: Any, runs: Iterable[tuple[int, int, int, int]], first: int) -> tuple[bool, bool]:
     """Return whether a rank's nonempty extents contain their tokens' positions, in the layout and in natural order.
-
-    ``extents``: a NumPy array [rows, tokens, 2]. ``runs``: the rank's runs (base, length, start, stride) (plan/ring.py).
-    ``first``: the position of the rank's first token in natural order.
-    """
+    ``extents`` [rows, tokens, 2] of NumPy. ``runs``: (base, length, start, stride). ``first``: position of the first token in
+    natural order."""
     import numpy as np
 
     found = []
@@ -50,10 +48,8 @@ def check_order(name: str, ranks: Iterable[Any]) -> None:
 
 def check_labels(labels: Any, ids: Any, documents: Any) -> None:
     """Raise ValueError if the label of each document's last token is the first token of the next document.
-
-    The arrays are [rows, tokens], of NumPy; if one is None, check nothing. Check nothing either if these documents all begin with
-    one token, since it may be the token that ends each of them.
-    """
+    The arrays are [rows, tokens]. Skip the check if all documents begin with one token, since it may be the token that ends each
+    of them."""
     if labels is None or ids is None or documents is None:
         return
     last = (documents[:, :-1] != documents[:, 1:]) & (documents[:, :-1] >= 0) & (documents[:, 1:] >= 0)
@@ -67,12 +63,9 @@ def check_labels(labels: Any, ids: Any, documents: Any) -> None:
 
 
 def misplaced(extents: Any, tokens: Any, of_tree: bool) -> Any:
-    """Return bool [rows, tokens]: True if a token's extent is impossible at the token's position. Empty extents give False.
-
-    ``extents`` [rows, tokens, 2] and ``tokens``, the positions [tokens] or [rows, tokens], are arrays of any framework.
-    ``of_tree``: True if ``extents`` are the key extents of a tree: each must contain its token. False if they are the extents of
-    causal queries: each must begin at or before its query.
-    """
+    """Return bool [rows, tokens]: True if a token's nonempty extent is impossible at the token's position.
+    ``extents`` [rows, tokens, 2], ``tokens`` [tokens] or [rows, tokens]: positions. Extents ``of_tree`` must contain their token;
+    those of causal queries must begin at or before it."""
     first, end = extents[..., 0], extents[..., 1]
     outside = first > tokens
     if of_tree:
@@ -81,10 +74,7 @@ def misplaced(extents: Any, tokens: Any, of_tree: bool) -> Any:
 
 
 def check_placed(extents: Any, tokens: Any, of_tree: bool) -> None:
-    """Raise ValueError if :func:`misplaced` is True for a token.
-
-    ``extents``, ``tokens`` [tokens], ``of_tree``: the arguments of :func:`misplaced`, as NumPy arrays.
-    """
+    """Raise ValueError if :func:`misplaced` is True for a token."""
     wrong = misplaced(extents, tokens, of_tree)
     if not wrong.any():
         return

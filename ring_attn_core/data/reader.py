@@ -42,13 +42,9 @@ class _SharedFile:
 
 
 class Reader:
-    """A reader of documents' tokens. An unpickled copy opens the files again.
-
-    After each read the file's ``stat`` is checked. ValueError is raised if the size or the modification time has changed since
-    the dataset was made. Only a file of the cache may have another modification time, if a new file has replaced it. The digest
-    of sampled blocks is compared after such a replacement, after any other change (a rename, link or chmod, or a time that was
-    reset), and at the first read of a file of the cache. ValueError is raised if the digest differs.
-    """
+    """A reader of documents' tokens; an unpickled copy opens the files again.
+    Each read checks size and modification time; only a file of the cache may be replaced by a new one. The digest of sampled
+    blocks is compared after any other change (rename, link, chmod, replacement), and at the first read of a file of the cache."""
 
     def __init__(self, documents: tuple[Document, ...]) -> None:
         self._documents = documents
@@ -70,10 +66,8 @@ class Reader:
         self._begin()
 
     def check(self) -> None:
-        """Raise ValueError if a file has vanished, or its size or modification time has changed.
-
-        The modification time of a file of the cache is not compared. Each rank checks all files, not only those that it reads.
-        """
+        """Raise ValueError if a file has vanished or changed; each rank checks all files, not only those that it reads.
+        The modification time of a file of the cache is not compared."""
         for path, document in {document.path: document for document in self._documents}.items():
             try:
                 _check_unwritten(document, identity(path))
@@ -81,11 +75,8 @@ class Reader:
                 raise vanished(path, error) from error
 
     def read(self, read: ShardSpan) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids [read.count] and the labels [read.labelled] of the tokens in a span.
-
-        The label of a token is the id of the next token. If ``Document.marked`` is True and the highest bit of that id is set,
-        the label is -1.
-        """
+        """Return the ids [read.count] and the labels [read.labelled] of a span; the label of a token is the id of the next token.
+        It is -1 if ``Document.marked`` is True and the highest bit of that id is set."""
         if read.stride == 1:
             tokens = self._tokens(read.span.document, read.first, max(read.count, read.labelled + 1), 1)
             ids, labels = tokens[: read.count], tokens[1 : 1 + read.labelled]
@@ -97,12 +88,8 @@ class Reader:
         return ids, labels
 
     def _tokens(self, document: int, first: int, count: int, stride: int) -> np.ndarray:
-        """Return the ids of ``count`` tokens as int64: the tokens ``first``, ``first + stride`` and so on of a document.
-
-        If ``Document.marked`` is True, the id of a token without a label is returned as the id's bitwise complement, a negative
-        number. Raise ValueError if the file has changed. If ``Document.marked`` is False, raise it also if an id is outside
-        0 .. LARGEST.
-        """
+        """Return as int64 the ids of ``count`` tokens ``first``, ``first + stride`` and so on of a document.
+        If ``Document.marked``, a token without a label gives its id's bitwise complement, a negative number."""
         import numpy as np
 
         of = self._documents[document]
@@ -155,10 +142,7 @@ class Reader:
 
 
 def _check_unwritten(document: Document, now: Identity) -> None:
-    """Raise ValueError if the file's size or modification time has changed since the dataset was made.
-
-    ``now``: the present identity of the file. The time is not compared for a file of the cache (``document.identity`` is None).
-    """
+    """Raise ValueError if a file's size or, unless it is of the cache, its modification time has changed."""
     if now.size != document.size:
         had = f"had {document.size} bytes when the dataset was made and has {now.size}"
         raise ValueError(f"{document.path} {had}: make the dataset anew")

@@ -35,11 +35,7 @@ def without_descriptions(files: list[File]) -> list[File]:
 
 
 def chats(file: File, column: str, content: Any) -> Iterator[tuple[int, ChatRow]]:
-    """Yield the number (from 1) and the chat of each row. Rows whose chat is null or empty are skipped.
-
-    ``column``: the column of the messages. Update the hash ``content`` with the file. Raise ValueError if the file cannot be
-    read, or if ``column`` is missing or, in Parquet and Arrow, not a column of lists.
-    """
+    """Yield the number (from 1) and the chat of each row that has one, and update the hash ``content`` with the file."""
     columns = [column, *([TOOLS] if column != TOOLS else [])]
     if file.name.endswith(LINES):
         rows = _of_lines(file, columns, content)
@@ -51,11 +47,8 @@ def chats(file: File, column: str, content: Any) -> Iterator[tuple[int, ChatRow]
 
 
 def _filled(value: Any) -> Any:
-    """Return a value of an Arrow column without the null fields of the dicts in it.
-
-    If the value is a list of dicts, such as messages, the dicts in the list keep their null fields; only dicts inside them are
-    changed. In Arrow all dicts of a column have the same fields: a field that only some of them had is null in the others.
-    """
+    """Return a value of an Arrow column without the null fields of its dicts, which Arrow adds so that all have the same fields.
+    The dicts of a list, such as messages, keep theirs; only dicts inside them are changed."""
     pruned = lambda x: _without_nulls(x) if isinstance(x, dict | list) else x
     if not isinstance(value, list):
         return pruned(value)
@@ -69,11 +62,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def texts(file: File, column: str, content: Any) -> Iterator[tuple[int, str]]:
-    """Yield the number (from 1) and the text of each row. Rows whose text is null or empty are skipped.
-
-    Update the hash ``content`` with the file. Raise ValueError if the file cannot be read, or if ``column`` is missing or not
-    text.
-    """
+    """Yield the number (from 1) and the text of each row that has one, and update the hash ``content`` with the file."""
     rows = _of_lines(file, [column], content) if file.name.endswith(LINES) else _of_arrow(file, [column], content)
     for row, (text,) in rows:
         if text is None or text == "":
@@ -89,11 +78,8 @@ def texts(file: File, column: str, content: Any) -> Iterator[tuple[int, str]]:
 
 
 def _of_lines(file: File, columns: Sequence[str], content: Any) -> Iterator[tuple[int, Any]]:
-    """Yield, for each line with a JSON object, the number of the line and the object's values of ``columns``.
-
-    Lines are numbered from 1. Blank lines are counted, but not yielded. An object must have the first column; the value of any
-    other column that it lacks is None. Update the hash ``content`` with the file.
-    """
+    """Yield the line number, from 1, and the values of ``columns`` for each JSON object; blank lines count.
+    A missing value is None, except in the first column. Update the hash ``content`` with the file."""
     try:
         with io.BufferedReader(open_file(file.path), CHUNK) as opened:  # type: ignore[arg-type]
             for row, line in enumerate(opened, 1):
@@ -122,11 +108,9 @@ def _without(where: str, column: str, names: Any) -> ValueError:
 
 
 def _of_arrow(file: File, columns: Sequence[str], content: Any, what: str = "texts") -> Iterator[tuple[int, Any]]:
-    """Yield the number of each row of a Parquet or Arrow file, from 1, and the row's values in ``columns``.
-
-    The file must have the first column; the values of any other column that it lacks are None. Update the hash ``content`` with
-    the file. ``what``: "texts" if the first column must hold strings; any other noun if it must hold lists. Errors quote it.
-    """
+    """Yield the number of each row of a Parquet or Arrow file, from 1, and its values in ``columns``.
+    Only the first column must exist. ``what``: "texts" if it must hold strings, any other noun if lists. Update the hash
+    ``content``."""
     try:
         import pyarrow as pa  # type: ignore[import-not-found]  # optional
     except ModuleNotFoundError as missing:
@@ -148,11 +132,7 @@ def _of_arrow(file: File, columns: Sequence[str], content: Any, what: str = "tex
 
 
 def _batches(pa: Any, file: File, opened: Any, columns: Sequence[str], what: str) -> Iterator[Any]:
-    """Yield the record batches of an open file. Raise ValueError if the first column is missing or does not hold ``what``.
-
-    ``pa``: the package pyarrow. ``columns``: the names of the columns; all but the first may be missing. ``what``: as in
-    :func:`_of_arrow`.
-    """
+    """Yield the record batches of an open file; all ``columns`` but the first may be missing. ``pa``: the package pyarrow."""
     column = columns[0]
     if file.name.endswith(PARQUET):
         import pyarrow.parquet as parquet  # type: ignore[import-not-found]

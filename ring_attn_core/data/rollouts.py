@@ -71,10 +71,7 @@ class Rollouts:
 
 class _Row:
     """A row to which rollouts are added in lexicographic order.
-
-    In this order, no earlier rollout shares a longer prefix with a new rollout than the last added rollout does. So a new rollout
-    is compared with the last added rollout only.
-    """
+    So no earlier rollout shares a longer prefix with a new one than the last added does, and only that is compared."""
 
     def __init__(self) -> None:
         import numpy as np
@@ -158,11 +155,8 @@ def pack_rollouts(rollouts: Any, loss_masks: Any = None, weights: Any = None, le
 
 
 def check_values(shape: tuple[int, ...], rollouts: Any, layout: Any, ranks: int) -> None:
-    """Raise ValueError if ``rollouts`` is not a result of ``pack_rollouts``, or an array does not fit the rows of the rollouts.
-
-    ``shape``: the array's shape, [rows, tokens, ...]. ``layout``: None if the array holds whole rows. If the array holds one
-    rank's shard of each row, ``layout`` is the layout of the shards, and ``ranks`` their number.
-    """
+    """Raise ValueError if an array of ``shape`` [rows, tokens, ...] does not fit the rows of ``rollouts``.
+    ``layout``: that of its shards; None if the array holds whole rows."""
     if not isinstance(rollouts, Rollouts):
         raise ValueError(f"rollouts must be the result of pack_rollouts, got {in_words(rollouts)}")
     rows, tokens = rollouts.ids.shape
@@ -176,12 +170,9 @@ def check_values(shape: tuple[int, ...], rollouts: Any, layout: Any, ranks: int)
 
 
 def _placed(lists: list[np.ndarray], length: int | None) -> tuple[list[tuple[int, np.ndarray]], list[_Row]]:
-    """Assign each rollout to a row. Return each rollout's row index and slots, and a list of all rows.
-
-    A rollout adds to a row the tokens that it does not share with the last rollout there. It goes to the row to which it adds the
-    fewest tokens, or in a tie to the first such row. Rows without room for the added tokens are left out. If no row has room, the
-    rollout goes to a new row.
-    """
+    """Return each rollout's row index and slots, and all rows.
+    A rollout goes to the first row with room to which it adds the fewest tokens not shared with the last rollout there, else to a
+    new row."""
     rows: list[_Row] = []
     placed: list[Any] = [None] * len(lists)
     for i in sorted(range(len(lists)), key=lambda i: lists[i].astype(">u4").tobytes()):
@@ -223,11 +214,8 @@ def _checked(rollouts: Any, length: int | None) -> list[np.ndarray]:
 
 
 def _values(name: str, values: Any, lists: list[np.ndarray], what: str) -> list[np.ndarray]:
-    """Return ``values``, such as weights, as one float64 array for each rollout, with one value for each token.
-
-    ``values``: a list with one array for each rollout; None means 1 everywhere. Unless ``name`` is "loss_masks", a number can
-    replace an array of equal values. ``what``: the expected values in words, for the message of a ValueError.
-    """
+    """Return ``values``, such as weights, as one float64 array for each rollout; None means 1 everywhere.
+    Unless ``name`` is "loss_masks", a number can replace an array of equal values. ``what``: the expected values in words."""
     import numpy as np
 
     each = [1.0] * len(lists) if values is None else values

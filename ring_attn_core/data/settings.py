@@ -114,20 +114,15 @@ class DatasetSettings:
         return self.batch_size * self.replicas
 
     def dealt(self, documents: Iterable[Sequence[int]]) -> BalancedLayout | None:
-        """Return the balanced layout of a batch, or None if ``layout`` is not "balanced".
-
-        ``documents``: for each packed row, the number of tokens of each document in it.
-        """
+        """Return the balanced layout of a batch, or None.
+        ``documents``: for each packed row, the tokens of each document in it."""
         if self.layout != BALANCED:
             return None
         rows = [lengths for lengths in documents if lengths]
         return replace(balanced_layout(rows, self.ranks, seq_local=self.length // self.ranks), length=self.length)
 
     def runs(self, dealt: BalancedLayout | None = None) -> tuple[Run, ...]:
-        """Return the runs of positions in a packed row that ``rank`` holds, or if ``rank`` is None, those of all ranks in order.
-
-        A run is an arithmetic progression. ``dealt``: the balanced layout of the batch; None in other layouts.
-        """
+        """Return the runs (arithmetic progressions) of a packed row that ``rank`` holds, or those of all ranks if it is None."""
         if dealt is not None:
             held = dealt.runs if self.rank is None else [dealt.runs[int(self.rank)]]
             return tuple(Run(*run) for runs in held for run in runs)

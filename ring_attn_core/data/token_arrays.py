@@ -38,10 +38,7 @@ def described(files: Sequence[File]) -> TokenizedDocuments:
 
 
 def _array(file: File, opened: BinaryIO) -> Document:
-    """Return the document of a token array. Read only the header and the blocks that ``sample`` hashes.
-
-    Raise ValueError if the file is not a nonempty 1-d integer array written by numpy.save, or is truncated.
-    """
+    """Return the document of a token array. Read only the header and the blocks that ``sample`` hashes."""
     try:
         start = read_at(opened, 0, 12)
         if start[:6] != b"\x93NUMPY" or len(start) < 12:

@@ -22,11 +22,7 @@ class ChatRow(NamedTuple):
 
 
 def tools_of(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """Return the tools of a chat as a list of dicts, or None for a chat without tools.
-
-    ``value``: the tools as the file holds them: a list of dicts, the JSON text of such a list, or None. Raise ValueError if it
-    is anything else. ``where``: names of the file and the row, with which the error begins.
-    """
+    """Return the tools of a chat, dicts or their JSON text, as a list of dicts; None without tools. ``where`` begins errors."""
     tools = value
     if isinstance(value, str):
         try:
@@ -44,11 +40,7 @@ def tools_of(value: Any, where: str) -> list[dict[str, Any]] | None:
 
 
 def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a message with the arguments of its tool calls as dicts, because templates convert dicts to JSON themselves.
-
-    In OpenAI's API the arguments are JSON text. Raise ValueError if the calls are not a list of dicts, or this text is not
-    a JSON object. ``where``: names of the file, the row and the message, with which the error begins.
-    """
+    """Return a message with the JSON arguments of its tool calls as dicts, because templates convert dicts to JSON themselves."""
     calls = message[CALLS]
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(
@@ -59,10 +51,8 @@ def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _with_arguments(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a tool call with the JSON text of its arguments parsed to a dict. Raise ValueError if the text is not an object.
-
-    The arguments are in ``call["function"]`` if that is a dict, else in ``call``. Arguments that are not text stay unchanged.
-    """
+    """Return a tool call with the JSON text of its arguments parsed to a dict; arguments that are not text stay.
+    They are in ``call["function"]`` if that is a dict, else in ``call``."""
     if isinstance(call.get("function"), dict):
         return call | {"function": _with_arguments(call["function"], where)}
     text = call.get("arguments")

@@ -28,12 +28,9 @@ AGAIN = "pass the same tree to shard_batch on every rank, and its key_extents an
 
 
 def spans_of(key_extents: Any, positions: Any, tokens: Any) -> list[Span]:
-    """Return the spans of a shard. Leave out padding, the keys that no query sees.
-
-    ``key_extents`` [rows, tokens, 2], ``positions`` [rows, tokens]: arrays of the shard. ``tokens`` [tokens]: the index of each
-    token of the shard in its global row. Raise ValueError if the extent of a key begins after the key, which then does not see
-    itself.
-    """
+    """Return the spans of a shard without padding, the keys that no query sees.
+    ``key_extents`` [rows, tokens, 2], ``positions`` [rows, tokens], ``tokens`` [tokens]: the index of each token in its global
+    row."""
     import numpy as np
 
     spans: list[Span] = []
@@ -59,10 +56,7 @@ def spans_of(key_extents: Any, positions: Any, tokens: Any) -> list[Span]:
 
 def check_one_tree(spans: Iterable[Sequence[Span]], longest: int, counted: bool) -> None:
     """Raise ValueError if the spans of all ranks do not form rows of trees whose paths have at most ``longest`` tokens.
-
-    ``spans``: for each rank the spans of its shard. ``counted``: True if the spans hold path positions; False if they
-    hold other positions, which are not checked. Ranks that pass the same arguments raise the same error.
-    """
+    ``counted``: True if the spans hold path positions. Ranks that pass the same arguments raise the same error."""
     import numpy as np
 
     tokens: dict[int, list[Any]] = {}
@@ -79,10 +73,8 @@ def check_one_tree(spans: Iterable[Sequence[Span]], longest: int, counted: bool)
 
 def _check_row(row: int, tokens: Any, ends: Any, positions: Any, ranks: Any, longest: int) -> None:
     """Raise ValueError if a row is not a tree, or has a path of more than ``longest`` tokens.
-
-    ``tokens``: the sorted indices of the row's tokens. For each token, ``ends`` holds the end of its subtree, ``positions`` its
-    path position, and ``ranks`` its rank for the error messages. If ``positions`` is None, path positions are not checked.
-    """
+    ``tokens``: sorted indices. By token, ``ends``: the end of its subtree, ``positions``: its path position or None, ``ranks``:
+    its rank."""
     import numpy as np
 
     breaks = (np.diff(tokens) != 1) | (np.diff(ends) != 0)

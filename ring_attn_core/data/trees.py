@@ -89,11 +89,8 @@ def tree_extents(parents: Any, lengths: Any, tokens: int | None = None) -> TreeE
 
 def batch_of_trees(tree: Any, batch: int, tokens: int) -> tuple[Any, Any, Any]:
     """Return each token's key extent [batch, tokens, 2], path position [batch, tokens] and segment index [batch, tokens].
-
-    All are int32 numpy arrays; the segment index is -1 in padding. ``tree``: the pair (parents, lengths), as in
-    :func:`trees_of`, for every row of the batch, or for one row if all rows are alike. Raise ValueError if ``tree`` is not such a
-    pair, or does not fit the batch.
-    """
+    All are int32 numpy arrays; the segment index is -1 in padding. ``tree``: (parents, lengths) for all rows, or for one if all
+    are alike."""
     import numpy as np
 
     pair = _listed(tree)
@@ -113,21 +110,14 @@ def batch_of_trees(tree: Any, batch: int, tokens: int) -> tuple[Any, Any, Any]:
 
 
 def longest_path(trees: Iterable[Tree]) -> int:
-    """Return the number of tokens on the longest path from a root.
-
-    A window of this many tokens, counted along the path, hides no ancestor.
-    """
+    """Return the tokens on the longest path from a root; a window of as many, along the path, hides no ancestor."""
     return max(depth + length for tree in trees for depth, length in zip(tree.depths(), tree.lengths, strict=True))
 
 
 def tree_objection(mask: Band, key_extents: bool, longest: Any, alibi: bool, of_path: bool) -> str | None:
     """Return the reason why a layer cannot attend over the key extents of a tree, or None if it can.
-
-    ``mask``: the layer's mask. On a tree the layer uses :func:`causal` in its place, so a mask that hides an ancestor is a
-    reason. ``key_extents``: True if the call has key extents. ``longest``: number of tokens of the longest path, None if not
-    passed. ``alibi``: True if the layer has ALiBi slopes. ``of_path``: False if the layer has a rotary embedding and the caller
-    passed no positions.
-    """
+    The layer replaces ``mask`` by :func:`causal`, so a mask that hides an ancestor is a reason. ``longest``: tokens of the
+    longest path, if passed. ``of_path``: False if the layer has a rotary embedding and no positions were passed."""
     if longest is None:
         counting = "ALiBi slopes" if alibi else "a window" if mask.hi is not None or (mask.lo or 0) > 0 else None
         if not key_extents or counting is None:
@@ -158,13 +148,9 @@ def tree_objection(mask: Band, key_extents: bool, longest: Any, alibi: bool, of_
 
 
 def trees_of(parents: Any, lengths: Any) -> tuple[Tree, ...]:
-    """Return the tree of each row.
-
-    ``parents``, ``lengths``: lists with one integer for each segment of a row, in depth-first order, or lists of such lists for
-    several rows. A parent is the index of a segment in the row, or -1 for a root. A length is a number of tokens. Raise
-    ValueError if the lists are of another form or of different sizes, segments are not in depth-first order, a segment or a row
-    is empty, or a row has more than MOST_TOKENS tokens.
-    """
+    """Return the tree of each row; ``parents``, ``lengths``: lists of ints for one row, or lists of such lists.
+    Segments are in depth-first order. A parent is the index of a segment in the row, or -1 for a root; a length is a number of
+    tokens."""
     rows = _rows("parents", parents), _rows("lengths", lengths)
     if len(rows[0]) != len(rows[1]):
         raise ValueError(f"parents have {len(rows[0])} rows and lengths {len(rows[1])}: pass both for every row of the batch")
