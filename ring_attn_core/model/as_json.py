@@ -24,11 +24,7 @@ def write_record(record: Any) -> str:
 
 
 def read_record(kind: type[Record], text: str) -> Record:
-    """Read a record of type ``kind`` from the JSON that ``write_record`` wrote.
-
-    Raise ValueError if ``text`` is not a JSON object, lacks a field without a default, has a key that is not a field, or holds an
-    invalid value.
-    """
+    """Read a record of type ``kind`` from the JSON that ``write_record`` wrote."""
     try:
         values = parse_json(text)
     except (TypeError, ValueError) as error:

@@ -36,9 +36,7 @@ NO_FSYNC = errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EPERM, errno.EACCES, 
 
 class CheckpointFolder:
     """The checkpoints in the folder ``path``.
-
-    ``name``: format of checkpoint names, such as "step-{:09}". ``marks``: names of files; a checkpoint that has one is complete.
-    """
+    ``name``: format such as "step-{:09}". ``marks``: a checkpoint with one of these files is complete."""
 
     def __init__(self, path: Path, name: str, marks: tuple[str, ...] = (RUN,)) -> None:
         self.path, self._name, self._marks = path, name, marks
@@ -57,11 +55,7 @@ class CheckpointFolder:
         return step is None or self._is_complete(self.where(step)) or seen(self.where(step) / RUN)
 
     def begin(self, step: int) -> Path:
-        """Lock the folder against other runs, and return a new empty folder for the files of a checkpoint.
-
-        Delete the incomplete folders that killed runs left. Raise ValueError if another run writes here, or if ``step``
-        is not after the step of the newest checkpoint.
-        """
+        """Lock the folder, delete incomplete folders that killed runs left, and return a new empty folder for a checkpoint."""
         if not self.path.is_dir():
             self.path.mkdir(parents=True)
         if self._lock is None:
@@ -78,11 +72,7 @@ class CheckpointFolder:
         return new
 
     def commit(self, new: Path, step: int, run: dict[str, Any]) -> None:
-        """Complete a checkpoint: rename its folder ``new``, made by ``begin``, and then write ``run`` into ``run.json``.
-
-        Copy the files if the file system cannot rename folders. Raise OSError if another run has taken over the lock of the run's
-        folder, or if the step already has a complete checkpoint.
-        """
+        """Rename ``new``, made by ``begin``, or copy its files if renaming is not possible; then write ``run`` into run.json."""
         done = self.where(step)
         if self._lock is not None:
             self._lock.check(OSError)
@@ -153,13 +143,9 @@ def digests(folder: Path, files: Iterable[str] | None = None) -> dict[str, list[
 
 
 def check_files(where: Path, run: dict[str, Any], suffix: str | None, part: int = 0, parts: int = 1) -> None:
-    """Raise ValueError, naming the file, if a checkpoint's file is missing, unexpected or changed, or its run.json is invalid.
-
-    ``where``: the checkpoint's folder. ``run``: the contents of its run.json. Check all sizes, but only the digests of files
-    number ``part``, ``part + parts``, ... in order of name, so that ``parts`` ranks share the reading. A file that run.json does
-    not list is unexpected if its name ends in ``suffix``. With ``suffix=None`` no file is unexpected. A checkpoint of an earlier
-    version, without digests, passes.
-    """
+    """Raise ValueError if a checkpoint's file is missing, unexpected or changed, or its run.json is invalid.
+    All sizes are checked, but only the digests of files ``part``, ``part + parts``, ..., so that ``parts`` ranks share the
+    reading. A file not in run.json is unexpected if its name ends in ``suffix``. Old checkpoints, without digests, pass."""
     saved = run.get("files")
     if saved is None:
         return

@@ -62,11 +62,7 @@ def check_scores(softcap: float | None, sinks: bool, alibi: bool, dropout_rate: 
 
 
 def head_sizes(dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
-    """Return (kv_heads, head_dim), with None replaced by the defaults ``heads`` and ``dim / heads``.
-
-    Raise ValueError if a size, or ``heads * head_dim``, is not an int from 1 to ``LARGEST``, or ``kv_heads`` does not divide
-    ``heads``. If ``head_dim`` is None, ``heads`` must divide ``dim``.
-    """
+    """Return (kv_heads, head_dim), with None replaced by the defaults ``heads`` and ``dim / heads``."""
     check_sizes(dim=dim, heads=heads)
     if head_dim is None:
         if dim % heads:

@@ -21,19 +21,13 @@ def check_chunk(name: str, chunk: Any) -> None:
 
 
 def even_chunk(tokens: int, chunk: int) -> int:
-    """Return the chunk length that cuts ``tokens`` into the fewest chunks of at most ``chunk`` tokens, as evenly as possible.
-
-    All chunks have this length, except that the last may be shorter.
-    """
+    """Return the length that cuts ``tokens`` evenly into the fewest chunks of at most ``chunk``; the last may be shorter."""
     chunks = max(-(-tokens // chunk), 1)
     return max(-(-tokens // chunks), 1)
 
 
 def check_loss(logits: Shape, labels: Shape, head: Shape | None, chunk: Any, reduction: Any) -> None:
-    """Raise ValueError if shapes do not fit together, ``chunk`` is not an int of at least 1, or ``reduction`` is unknown.
-
-    ``head``: shape of the head's weight, or None. ``logits``: shape of the logits; if ``head`` is passed, of the hidden states.
-    """
+    """Raise ValueError if the arguments of a loss do not fit. With a ``head``, ``logits`` is the shape of the hidden states."""
     what = "logits" if head is None else "hidden states"
     if len(logits) < 2:
         raise ValueError(f"{what} must be [batch, tokens, {'vocab' if head is None else 'dim'}], got {list(logits)}")

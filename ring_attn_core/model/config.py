@@ -164,8 +164,5 @@ class TransformerConfig(AttentionFields):
 
 def hidden_size(dim: int) -> int:
     """Return 8/3 of ``dim``, rounded up to a multiple of 64: the default hidden size of a gated MLP.
-
-    Before rounding, the three matrices of such an MLP have as many weights as the two matrices of an MLP without a gate whose
-    hidden size is 4 ``dim``.
-    """
+    Its three matrices then have as many weights as the two of an MLP without a gate of hidden size 4 ``dim``."""
     return -(-8 * dim // (3 * 64)) * 64

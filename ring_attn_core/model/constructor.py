@@ -15,13 +15,9 @@ T = TypeVar("T")
 
 
 def takes(record: Callable[P, Record]) -> Callable[[Callable[[Self, Record], T]], Callable[Concatenate[Self, P], T]]:
-    """Return a decorator for a method whose only argument is an instance of the dataclass ``record``.
-
-    The decorated method takes the record's fields as arguments and makes the instance.
-
-    ``inspect`` and ``help`` show the fields with their defaults, and type checkers derive them from the dataclass. A TypeError
-    for a missing or unknown argument names the method, or the last decorated method if several share the ``record``.
-    """
+    """Return a decorator for a method that makes its only argument, a ``record``, from the record's fields.
+    ``inspect``, ``help`` and type checkers show these. A TypeError names the method, or the last decorated one if several share
+    ``record``."""
     constructor: Any = record.__init__  # type: ignore[misc]
 
     def of_fields(method: Callable[[Self, Record], T]) -> Callable[Concatenate[Self, P], T]:

@@ -18,10 +18,7 @@ LOCK = ".lock"
 
 
 class FolderLock:
-    """A lock on a folder, held until ``forget`` is called or the object is deleted.
-
-    The constructor raises ValueError if flock reports that the lock is already held.
-    """
+    """A lock on a folder, held until ``forget`` is called or the object is deleted."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, folder / LOCK
@@ -39,9 +36,7 @@ class FolderLock:
 
     def forget(self) -> None:
         """Close the lock file.
-
-        A forked process must call this method, because the lock lasts until all duplicates of the file descriptor are closed.
-        """
+        A forked process must call this: the lock lasts until all duplicates of the descriptor are closed."""
         self._close()
 
     def check(self, kind: type[Exception] = ValueError) -> None:

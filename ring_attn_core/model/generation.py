@@ -30,11 +30,9 @@ Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True)
 class Generation:
-    """A checked call of ``generate``.
-
-    Each prompt makes one request. ``prompts``: token ids. ``new``: limit of new tokens for each request. ``stop``: ids that end a
-    request. ``chunk``: limit of a prompt's tokens in one prefill, None for no limit. ``cache_dtype``: the cache's dtype, by name.
-    """
+    """A checked call of ``generate``; each prompt (token ids) makes one request.
+    ``new``: limit of new tokens by request. ``stop``: ids that end a request. ``chunk``: limit of a prompt's tokens in one
+    prefill."""
 
     config: TransformerConfig
     prompts: tuple[tuple[int, ...], ...]
@@ -46,10 +44,8 @@ class Generation:
 
     @classmethod
     def of(cls, config: TransformerConfig, dtype: str, prompts: Any, new: Any, **options: Any) -> Generation:
-        """Check the arguments of a call and return its record. Raise ValueError if an argument or a layer's mask is invalid.
-
-        ``dtype``: the model's compute dtype. ``options``: temperature, top_k, top_p, seed, stop, chunk, cache_dtype.
-        """
+        """Check a call's arguments and return its record.
+        ``dtype``: the model's compute dtype. ``options``: the record's other fields."""
         windows_of(config)
         rows = _rows(prompts)
         for row, ids in enumerate(rows):
@@ -100,12 +96,9 @@ class Generation:
         return [row + [0] * (tokens - len(row)) for row in rows]
 
     def cache(self, layout: str, ranks: int, shards: Sequence[int]) -> dict[str, Any]:
-        """Return the arguments ``capacity``, ``window`` and ``room`` of ``KVCache.make``.
-
-        ``shards``: tokens of a rank in each chunk, padding included. A cache with a window needs n slots per rank: the widest
-        window of a layer plus the tokens of the largest chunk, over all ranks. The cache has a window if every layer has one and
-        a cache without a window needs more than n slots. The number of slots per rank is rounded up to a multiple of ``SLOTS``.
-        """
+        """Return ``capacity``, ``window`` and ``room`` of ``KVCache.make``.
+        ``shards``: tokens of a rank in each chunk. The cache has a window if every layer has one and it then needs fewer slots:
+        the widest window plus the largest chunk's tokens over all ranks. The slots of a rank are a multiple of ``SLOTS``."""
         slots = max(self._slots(layout, ranks, shards, row) for row in range(len(self.prompts)))
         windows = windows_of(self.config)
         if None not in windows:
@@ -133,10 +126,7 @@ class Generation:
 
 
 class Answers:
-    """The new tokens of each request so far.
-
-    ``on_token(request, token)`` is called for each new token.
-    """
+    """The new tokens of each request so far; ``on_token(request, token)`` is called for each."""
 
     def __init__(self, generation: Generation, on_token: OnToken | None) -> None:
         self._stop, self._new, self._on_token = frozenset(generation.stop), generation.new, on_token
@@ -144,10 +134,7 @@ class Answers:
         self._open = set(range(len(generation.prompts)))
 
     def take(self, tokens: Sequence[int]) -> bool:
-        """Append the new token of each unfinished request. Return True if all requests are finished.
-
-        ``tokens``: one for each request; tokens of finished requests are ignored.
-        """
+        """Append the new token of each unfinished request, of one per request, and return True if all requests are finished."""
         for request in sorted(self._open):
             token = tokens[request]
             self.tokens[request].append(token)
@@ -160,10 +147,7 @@ class Answers:
 
 @lru_cache(maxsize=64)
 def windows_of(config: TransformerConfig) -> tuple[int | None, ...]:
-    """Return each layer's window: the number of earlier tokens that a query sees, or None if it sees all of them.
-
-    Raise ValueError if a layer's mask hides a token from itself or shows later tokens.
-    """
+    """Return each layer's window: the number of earlier tokens that a query sees, or None if it sees all of them."""
     masks = [config.attention(layer).mask for layer in range(config.depth)]
     for layer, mask in enumerate(masks):
         if mask.lo != 0 or (mask.hi is not None and mask.hi < 0):
@@ -184,10 +168,7 @@ def check_ids(ids: Sequence[int], vocab: int, whose: str) -> None:
 
 
 def bucket(tokens: int) -> int:
-    """Return ``tokens`` rounded up by at most 1/8.
-
-    Only eight results lie between a power of two and the next, so few programs have to be compiled.
-    """
+    """Return ``tokens`` rounded up by at most 1/8: eight sizes to each power of two, so that few programs are compiled."""
     step = max(1, 2 ** (tokens.bit_length() - 4))
     return -(-tokens // step) * step
 
@@ -202,10 +183,7 @@ def _rounded(slots: int) -> int:
 
 
 def _most(new: Any, prompts: int) -> tuple[int, ...]:
-    """Return, for each prompt, the largest number of new tokens that the request may get.
-
-    Raise ValueError if ``new`` is not an int from 1 to MOST, or one such int per prompt.
-    """
+    """Return, for each prompt, the largest number of new tokens that the request may get."""
     new = _plain(new)
     several = isinstance(new, list | tuple)
     each = list(new) if several else [new] * prompts

@@ -78,10 +78,7 @@ TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
 
 
 def config_of(theirs: Theirs) -> TransformerConfig:
-    """Return the TransformerConfig of a Hugging Face config, the contents of a config.json.
-
-    Raise ValueError if the architecture is unknown, or a setting is missing, invalid or not supported; the message names it.
-    """
+    """Return the TransformerConfig of a Hugging Face config, the contents of a config.json."""
     kind = theirs.get("model_type")
     if kind is None and "vocab" in theirs:
         raise ValueError("this folder was written by save_weights: read it with load_weights")
@@ -135,10 +132,7 @@ def ignored_names(config: TransformerConfig) -> tuple[str, ...]:
 
 
 def _config_in(held: WeightFolder) -> TransformerConfig:
-    """Return the config of a Hugging Face folder; untied, as in transformers, if the weights hold a head of their own.
-
-    Put the file's path in front of the message of a ValueError.
-    """
+    """Return the config of a Hugging Face folder; untied, as in transformers, if the weights hold a head of their own."""
     try:
         config = config_of(held.config)
     except ValueError as error:
@@ -151,11 +145,8 @@ THEIRS = Naming(_config_in, llama_name, ignored_names)
 
 
 def their_config(config: TransformerConfig, length: int | None = None) -> dict[str, Any]:
-    """Return the Hugging Face config of a model equivalent to ``config``.
-
-    ``length``: the value of max_position_embeddings. If None, take it from ``config.published``, or use LENGTH if it is missing
-    there. Raise ValueError if no Llama, Mistral, Qwen2 or Qwen3 is equivalent, or ``length`` is not a valid size.
-    """
+    """Return the Hugging Face config of an equivalent model.
+    ``length``: max_position_embeddings; None: that of ``config.published``, or LENGTH."""
     windows = _checked_windows(config)
     if length is not None:
         check_sizes(length=length)
@@ -215,10 +206,8 @@ def _kind(config: TransformerConfig, windows: list[int | None]) -> str:
 
 
 def _windows(kind: str, theirs: Theirs, window: int | None, first: int | None) -> tuple[int | None, ...] | None:
-    """Return each layer's window (earlier tokens that a query sees; None: all). If no layer has one, return None, not a tuple.
-
-    ``window``: tokens that a query sees, itself included. ``first``: the first layer with a window if ``layer_types`` is missing.
-    """
+    """Return each layer's window (earlier tokens that a query sees; None: all); None if no layer has one.
+    ``window``: tokens that a query sees, itself included. ``first``: the first layer with one if ``layer_types`` is missing."""
     depth = theirs["num_hidden_layers"]
     if kind == "llama" or window is None or (kind != "mistral" and not theirs.get("use_sliding_window", False)):
         return None

@@ -93,11 +93,8 @@ def write_adapters(
     save_file: Callable[[dict[str, Any], Path], None],
 ) -> None:
     """Write the adapters of a model into a folder that peft loads onto the base model in transformers.
-
-    ``adapters``: (A, B) by the name of the projection. ``base``: the folder or name of the base model, or None. ``save_file``:
-    the ``save_file`` of safetensors for the framework of the arrays. Raise ValueError if the folder holds files other than
-    adapters or weights, and OSError if it cannot be written.
-    """
+    ``adapters``: (A, B) by projection. ``base``: folder or name of the base model. ``save_file``: that of safetensors for the
+    framework."""
     arrays = {}
     for name, (a, b) in adapters.items():
         theirs = "base_model.model." + llama_name(f"{name}.weight").removesuffix(".weight")

@@ -10,12 +10,7 @@ from ..runs import Band
 
 
 def layer_masks(mask: Band, windows: Sequence[int | None] | None, depth: int) -> list[Band]:
-    """Return the mask of each layer: ``mask``, limited to the layer's window if it has one.
-
-    ``windows``: for each layer an int w or None. With w, a token sees at most w earlier and w later tokens.
-    If ``windows`` is None, no layer has a window. Raise ValueError if ``mask`` is not a Band, ``windows`` does not have ``depth``
-    values, or a value is neither None nor an int of at least 0.
-    """
+    """Return the mask of each layer: ``mask``, limited to w earlier and w later tokens if the layer's window is an int w."""
     check_mask(mask)
     if windows is None:
         return [mask] * depth
@@ -34,11 +29,8 @@ def layer_masks(mask: Band, windows: Sequence[int | None] | None, depth: int) ->
 
 
 def layer_offset(offset: Any, layer: int, heads: int) -> Any:
-    """Return the ``dropout_offset`` of one layer: (first batch row, first head).
-
-    ``offset``: the ``dropout_offset`` of layer 0. ``heads``: the number of heads of each layer. The heads of a layer are numbered
-    after the heads of all earlier layers. If ``offset`` is not a pair, return it unchanged; ring_attention then raises the error.
-    """
+    """Return a layer's ``dropout_offset`` (first batch row, first head); heads are numbered after those of earlier layers.
+    An ``offset`` that is not a pair stays unchanged; ring_attention then raises the error."""
     if not isinstance(offset, tuple | list) or len(offset) != 2:
         return offset
     return offset[0], layer * heads + offset[1]

@@ -28,13 +28,8 @@ STEP = 1024
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """The training settings that determine memory, besides the model.
-
-    ``gpus``: number of GPUs over which weights and sequence are sharded. ``tokens``: tokens per GPU, summed over its batch rows.
-    ``activations``: one of ``ACTIVATIONS`` in ``activations.py``. ``mlp_chunk``, ``loss_chunk``: tokens that the MLP and the loss
-    process at once; None: all. ``reserve``: bytes per GPU for memory other than tensors (CUDA's context, NCCL's buffers,
-    workspaces, gaps between tensors). Raise ValueError if ``gpus``, ``tokens`` or a chunk is not an int of at least 1, or
-    ``activations`` is unknown.
-    """
+    ``tokens``: per GPU, over its batch rows. ``mlp_chunk``, ``loss_chunk``: tokens at once; None: all. ``reserve``: bytes per GPU
+    other than tensors (CUDA's context, NCCL's buffers, workspaces, gaps between tensors)."""
 
     gpus: int
     tokens: int
@@ -58,11 +53,8 @@ class Term(NamedTuple):
 
 
 class StepMemory(NamedTuple):
-    """The memory of a training step, as terms.
-
-    ``stays``: terms on a GPU throughout the step. ``moments``: for each phase of the step, by name, the additional terms on a GPU
-    during this phase. ``host``: terms in host memory, for each GPU.
-    """
+    """The memory of a training step per GPU, as terms.
+    ``stays``: throughout the step. ``moments``: additional terms of each phase, by name. ``host``: terms in host memory."""
 
     stays: tuple[Term, ...]
     moments: dict[str, tuple[Term, ...]]
@@ -103,10 +95,7 @@ def _ends(config: TransformerConfig) -> int:
 
 
 def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
-    """Return the terms of the activations that a block stores until its backward, whatever the setting ``activations``.
-
-    With "recompute" and "offload" a block stores only these. With "keep" it also stores the activations in ``block_saved``.
-    """
+    """Return the terms that a block stores until its backward with any ``activations``; "keep" adds ``block_saved``."""
     c = compute_bytes(config)
     return (
         Term("input", tokens * config.dim * c, "T d c: the input of the block"),
@@ -120,12 +109,9 @@ def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
 
 
 def block_saved(config: TransformerConfig, tokens: int, mlp_chunk: int | None = None) -> tuple[Term, ...]:
-    """Return the terms of the activations that autograd saves in a block in addition to those in ``block_kept``.
-
-    With ``activations="keep"`` every block stores them until its backward; with other settings only one block at a time does. A
-    chunked MLP computes its activations again, so their term is 0. The terms assume that each norm saves its input, as PyTorch
-    does on a GPU; on a CPU it saves two float32 arrays instead.
-    """
+    """Return the terms that autograd saves in a block beside ``block_kept``: in every block with "keep", else in one at a time.
+    A chunked MLP computes its activations again: term 0. Each norm is taken to save its input, as PyTorch does on a GPU; on a CPU
+    it saves two float32 arrays instead."""
     c, q, kv = compute_bytes(config), config.heads * config.head_dim, config.kv_heads * config.head_dim
     angles = 0 if config.rotary is None and config.rotaries is None else 2
     chunk = 0 if mlp_chunk is not None else tokens
@@ -240,11 +226,8 @@ def _attention(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
 
 
 def longest(config: TransformerConfig, training: Training, memory: int, host: int | None = None) -> int:
-    """Return the largest number of tokens per GPU with which a training step needs at most ``memory`` bytes on each GPU.
-
-    ``host``: bytes of host memory per GPU; None: unlimited. ``training.tokens`` is ignored. The result is a multiple of ``STEP``
-    and at most ``LARGEST``, the largest int32. It is 0 if a step with ``STEP`` tokens does not fit.
-    """
+    """Return the most tokens per GPU, a multiple of ``STEP``, whose step fits; 0 if none fit.
+    ``memory``, ``host``: bytes per GPU of its own and of the host (None: unlimited). ``training.tokens`` is ignored."""
 
     def fits(steps: int) -> bool:
         if steps * STEP > LARGEST:

@@ -32,11 +32,7 @@ class ResumePoint(NamedTuple):
 
 
 def described(progress: ResumePoint, config: TransformerConfig | None) -> dict[str, Any]:
-    """Return the contents of a checkpoint's run.json for this progress and config, in types that JSON can hold.
-
-    Raise ValueError if ``step`` is not an int of at least 0, ``data`` is neither a str nor None, or JSON cannot hold the dict
-    ``more``.
-    """
+    """Return the contents of a checkpoint's run.json, in types that JSON can hold."""
     step, data, more = progress
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step must be an int of at least 0, how many steps the run has made, got {in_words(step)}")
@@ -52,14 +48,8 @@ def described(progress: ResumePoint, config: TransformerConfig | None) -> dict[s
 
 
 def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> ResumePoint:
-    """Return the progress stored in a checkpoint.
-
-    ``found``: the parsed run.json that ``described`` made. ``where``: the path of run.json, for messages. ``config``: the config
-    of the resumed run, or None.
-
-    Raise ValueError if a value is missing or invalid. Raise it also if the checkpoint's config and ``config`` are both present
-    and differ in a field that a resumed run must not change (all except ``MAY_CHANGE``); the message names these fields.
-    """
+    """Return the progress stored in a checkpoint; ``found`` is the parsed run.json at ``where``.
+    Its config and ``config``, that of the resumed run, may differ only in ``MAY_CHANGE``."""
     if not isinstance(found, dict):
         raise ValueError(
             f"{where} must hold a JSON object, got a {type(found).__name__}: it is not a checkpoint, or a damaged one"
@@ -116,10 +106,7 @@ def check_keep(keep: int) -> None:
 
 
 def _packed(x: Any) -> Any:
-    """Convert ``x`` to a form in which JSON preserves dicts with numbers as keys.
-
-    Raise TypeError if a key is not a text, a number or None.
-    """
+    """Convert ``x`` to a form in which JSON preserves dicts with numbers as keys."""
     if isinstance(x, list | tuple):
         return [_packed(each) for each in x]
     if not isinstance(x, dict):

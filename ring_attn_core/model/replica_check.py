@@ -26,11 +26,8 @@ PLAIN = "a number, str, bool, None, mask, Run or numpy array"
 
 class Replica(NamedTuple):
     """A description of one replica of a named value.
-
-    ``owner``: the rank, device or process that holds it, such as ("rank", 2). ``kind``: type, dtype and shape in words. ``part``:
-    the name of the shard, if the replica is one shard of an array, else "". ``content``: the value, or a digest of it. All
-    replicas of a value must have equal kinds, and those with equal ``part`` must have equal contents.
-    """
+    ``owner``: its holder, such as ("rank", 2). ``kind``: type, dtype and shape; equal in all replicas. ``part``: the shard's
+    name, or "". ``content``: the value or a digest; equal in all replicas with equal ``part``."""
 
     owner: tuple[str, int]
     kind: str
@@ -50,16 +47,11 @@ def tables_from_json(tables: Iterable[Any]) -> list[Table]:
 
 class RankDifference(ValueError):
     """An error on only some ranks, or a difference between ranks.
-
-    A retry may succeed, because a file system may show a saved file to some hosts later than to others.
-    """
+    A retry may help: a file system may show a saved file to some hosts later than to others."""
 
 
 def check_alike(what: str, unit: str, found: Sequence[str]) -> None:
-    """Raise RankDifference if the texts in ``found``, one from each rank or process, are not all equal.
-
-    ``what``: the subject of the message, naming the files that the texts describe. ``unit``: "rank" or "process".
-    """
+    """Raise RankDifference if the texts in ``found``, one from each rank or process, differ. ``what``: the subject in words."""
     if len(set(found)) > 1:
         others = [f"{unit} {rank} read {text}" for rank, text in enumerate(found) if text != found[0]]
         listed = "; ".join(others[:MOST_OWNERS])
@@ -80,10 +72,7 @@ def named(entries: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_plain(name: str, x: Any, arrays: str) -> None:
-    """Raise ValueError if ``x`` is not an int, float, str, bool, None, mask, Run or numpy array without Python objects.
-
-    ``name``: the name of ``x`` for the message. ``arrays``: the array types that the caller also accepts, in words.
-    """
+    """Raise ValueError if ``x`` is not a plain value, mask, Run or numpy array. ``arrays``: other accepted types, in words."""
     if not isinstance(x, bool | int | float | str | Band | Run | None) and not (_is_numpy(x) and not x.dtype.hasobject):
         raise ValueError(f"{name} must be {arrays} or {PLAIN} to be compared between ranks, got {in_words(x)}")
 
@@ -116,19 +105,13 @@ def digest(data: Any) -> str:
 
 
 def table_digest(table: Table) -> str:
-    """Return a digest of a table's replicas without their owners.
-
-    If all processes have equal digests, their tables hold equal replicas, so it is enough to check one table.
-    """
+    """Return a digest of a table's replicas without owners. If all processes have equal digests, one table stands for all."""
     return digest(repr(sorted({(name, *replica[1:]) for name, replicas in table.items() for replica in replicas})).encode())
 
 
 def check_replicas(tables: Sequence[Table], unit: str, remedy: str) -> None:
     """Raise ValueError if replicas of a named value differ or a table lacks a value.
-
-    ``tables``: the tables of all ranks or processes, in order. ``unit``: "rank" or "process". ``remedy``: the end of the
-    message. The message lists at most ``MOST_ENTRIES`` of the ``differences``. Equal ``tables`` give equal messages.
-    """
+    Equal ``tables``, those of all ranks or processes, give equal messages. ``remedy``: the end of the message."""
     wrong, entries = differences(tables, unit), len({name for table in tables for name in table})
     if wrong:
         raise ValueError(
@@ -138,20 +121,15 @@ def check_replicas(tables: Sequence[Table], unit: str, remedy: str) -> None:
 
 
 def differences(tables: Sequence[Table], unit: str) -> list[str]:
-    """Return a text for each named value whose replicas differ: its name, and each distinct content with its owners.
-
-    If the replicas differ in kind, or a table lacks the value, the text lists kinds (and "absent") instead of contents.
-    """
+    """Return a text for each named value whose replicas differ: its name and each distinct content, or kind, with its owners."""
     names = dict.fromkeys(name for table in tables for name in table)
     found = {name: _difference([table.get(name) for table in tables], unit) for name in names}
     return [name + text for name, text in found.items() if text]
 
 
 def _difference(by_rank: Sequence[Sequence[Replica] | None], unit: str) -> str:
-    """Return the differences between the replicas of one named value, as text to append to its name; "" if they are equal.
-
-    ``by_rank``: the replicas in each table; None if a table lacks the value.
-    """
+    """Return the differences between one value's replicas in words, "" without any.
+    ``by_rank``: None if a table lacks the value."""
     replicas = [replica for each in by_rank for replica in each or ()]
     kinds = _grouped((replica.kind, replica.owner) for replica in replicas)
     absent = [(unit, i) for i, each in enumerate(by_rank) if each is None]

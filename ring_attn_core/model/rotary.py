@@ -157,13 +157,7 @@ class Rotary:
 
 
 def rotary_of(rotary: Rotary | None, base: float | None) -> Rotary | None:
-    """Return the rotary embedding for the arguments ``rotary`` and ``rotary_base`` (here ``base``); None if both are None.
-
-    ``rotary_base=b`` is short for ``rotary=Rotary(b)``.
-
-    Raise ValueError if ``rotary`` is neither None nor a Rotary, or ``base`` is invalid. Raise it also if ``rotary`` is a
-    Rotary and ``base`` is neither the default base nor the base of ``rotary``.
-    """
+    """Return the embedding for ``rotary`` and ``rotary_base``, which is short for ``Rotary(base)``; None if both are None."""
     if rotary is None:
         return None if base is None else Rotary(base)
     if not isinstance(rotary, Rotary):
@@ -174,10 +168,7 @@ def rotary_of(rotary: Rotary | None, base: float | None) -> Rotary | None:
 
 
 def layer_rotaries(rotaries: Sequence[Rotary | float | None] | None, depth: int) -> tuple[Rotary | None, ...] | None:
-    """Return the rotary embedding of each layer, or None if ``rotaries`` is None. A number means ``Rotary(number)``.
-
-    Raise ValueError if there is not one value for each layer, or a value is not a Rotary, a base or None.
-    """
+    """Return the rotary embedding of each layer, or None if ``rotaries`` is None. A number means ``Rotary(number)``."""
     if rotaries is None:
         return None
     if not isinstance(rotaries, Sequence) or len(rotaries) != depth:
@@ -203,10 +194,7 @@ def check_rotary(head_dim: int, rotary: Rotary) -> None:
 
 def inverse_frequencies(rotary: Rotary, head_dim: int, pair: Any = None) -> Any:
     """Return the frequency of each pair of features (``freq_i`` in the module), as a tuple of floats in radians per token.
-
-    ``pair``: None, or an array of any framework that holds 0, 1, ... head_dim / 2 - 1 in float64. For an array, return the
-    frequencies as an array of the same framework.
-    """
+    ``pair``: None, or a float64 array 0, 1, ... head_dim / 2 - 1 of any framework; then return such an array."""
     if pair is None:
         return tuple(inverse_frequencies(rotary, head_dim, pair) for pair in range(head_dim // 2))
     base, scaling = rotary.base, rotary.scaling
@@ -240,10 +228,7 @@ def attention_factor(rotary: Rotary) -> float:
 
 def _ramp(scaling: YaRN, head_dim: int, base: float) -> tuple[float, float]:
     """Return (low, high): the pair indices i at which a pair rotates ``fast`` and ``slow`` times in the original context.
-
-    With ``truncate``, low is rounded down and high is rounded up; otherwise both may be fractional. low is at least 0, and high
-    at most head_dim - 1.
-    """
+    ``truncate`` rounds them outwards. low is at least 0, and high at most head_dim - 1."""
     turning = lambda times: head_dim * log(scaling.original / (times * 2 * pi)) / (2 * log(base))
     low, high = turning(scaling.fast), turning(scaling.slow)
     if scaling.truncate:

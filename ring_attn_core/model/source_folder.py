@@ -35,14 +35,8 @@ DROPPED = {"auto_map", "_name_or_path"}
 
 def files_of(config: TransformerConfig, length: int | None, source: str | Path | None) -> dict[str, bytes]:
     """Return the content of each file that ``save_llama`` writes beside the weights, by file name.
-
-    ``length``: the longest sequence that transformers should allow, in tokens; None: the config's value, or 131072. ``source``:
-    the Hugging Face folder from which the tokenizer and other files (listed in BESIDE) are copied; None: return only config.json.
-    If the source and the saved model have the same model_type, the keys of the source's config.json are copied too, except keys
-    that the saved config sets and keys in WRITTEN and DROPPED. Raise ValueError if no Hugging Face architecture fits ``config``,
-    or ``length`` is invalid. Raise it also if the source has no config.json or tokenizer, cannot be read, or has more token ids
-    than the model.
-    """
+    Without ``source``, a Hugging Face folder, only config.json; else also BESIDE, and with equal model_types the keys of its
+    config.json that are not in the saved config, WRITTEN or DROPPED. ``length``: longest sequence in tokens."""
     ours = their_config(config, length)
     if source is None:
         return {CONFIG: json.dumps(ours, indent=2).encode()}

@@ -80,11 +80,7 @@ class Naming(NamedTuple):
 @contextmanager
 def opened_folder(folder: str | Path, framework: str = "np", device: str = "cpu") -> Iterator[WeightFolder]:
     """Open config.json and all weight files of one save, for arrays of ``framework`` on ``device``.
-
-    If a save replaces the folder before all files are open, this function opens the new folder instead. Later saves do no harm,
-    because open files stay readable. Raise ValueError if a file is missing, damaged, not a regular file, or modified during the
-    opening. Raise it also if the folder does not exist, or if a save replaced it during each of TRIES attempts.
-    """
+    If a save replaces the folder meanwhile, open the new folder, at most TRIES times. Later saves do no harm to open files."""
     for _ in range(TRIES):
         place = current(folder)
         with ExitStack() as stack:
@@ -109,11 +105,7 @@ def opened_folder(folder: str | Path, framework: str = "np", device: str = "cpu"
 
 
 def current(folder: str | Path) -> Path:
-    """Return ``folder`` or, if a save was killed after it had moved ``folder`` aside, the folder that was moved.
-
-    During a save one look may find neither, so look at most LOOKS times. Raise ValueError if neither appears, or if ``resolved``
-    raises it.
-    """
+    """Return ``folder``, or the folder moved aside if a save was killed. A save may hide both for a moment: look LOOKS times."""
     folder = resolved(folder)
     old = folder.with_name(REPLACED.format(folder.name))
     for _ in range(LOOKS):
@@ -125,11 +117,7 @@ def current(folder: str | Path) -> Path:
 
 
 def resolved(folder: str | Path) -> Path:
-    """Return the path of a folder of weights, with symbolic links resolved.
-
-    Raise ValueError if ``folder`` is not a path, is empty, is the root of the file system, or contains a zero byte. Before Python
-    3.13, raise it also if the symbolic links form a circle.
-    """
+    """Return the path of a folder of weights, with symbolic links resolved."""
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise ValueError(f"folder must be the path of a folder of weights, a str or a Path, got {in_words(folder)}")
     try:
@@ -147,11 +135,8 @@ def sources(
     held: WeightFolder, expected: Mapping[str, tuple[int, ...]], renamed: Callable[[str], str], ignored: Iterable[str] = ()
 ) -> dict[Path, dict[str, str]]:
     """Return, for each file with weights of the model, a dict from weight names in the model to weight names in the file.
-
-    ``expected``: shapes by name in the model. ``renamed``: maps a name in the model to the name in the files. ``ignored``:
-    patterns; a weight in the files is ignored if its name fits one. Raise ValueError if a weight is missing, unexpected (listed
-    in the index or not), of the wrong shape, or of a dtype that is not in DTYPES, such as a quantised weight.
-    """
+    ``expected``: shapes by name in the model. ``renamed``: maps these names to the files'. ``ignored``: patterns of names in the
+    files."""
     listed = set[str]().union(*(each.promised or () for each in held.files.values()))
     found: dict[str, tuple[Path, tuple[int, ...], str]] = {}
     for file, each in held.files.items():
@@ -216,10 +201,7 @@ def opened(file: Path, framework: str = "np", device: str = "cpu") -> Iterator[A
 
 
 def own_config(held: WeightFolder) -> TransformerConfig:
-    """Return the config of a folder that save_weights wrote.
-
-    Raise ValueError if the config is Hugging Face's or invalid.
-    """
+    """Return the config of a folder that save_weights wrote."""
     file = held.folder / CONFIG
     if "model_type" in held.config:
         raise ValueError(f"{file} is one of Hugging Face's, of a {held.config['model_type']} model: read it with load_llama")
@@ -243,10 +225,7 @@ def to_disk(path: Path) -> None:
 
 
 def _opened(place: Path, stack: ExitStack, framework: str, device: str) -> WeightFolder:
-    """Open all files of a folder; ``stack`` closes them.
-
-    Raise ValueError if a file is missing or damaged, or was written to meanwhile.
-    """
+    """Open all files of a folder; ``stack`` closes them."""
     texts = {place / name: identity(place / name) for name in (CONFIG, INDEX) if (place / name).exists()}
     config = read_json(place / CONFIG)
     files = {}
@@ -273,12 +252,8 @@ def _is_at(place: Path, number: int) -> bool:
 
 
 def _check_unwritten(path: Path, was: Identity, where: Path | int) -> None:
-    """Raise ValueError if a file was written to since it was opened.
-
-    ``path``: the file's path for the message. ``was``: the identity of the file when it was opened. ``where``: the file
-    descriptor or the path for reading its current identity. With a path, raise ValueError also if the file was deleted or
-    replaced. A chmod does not count as a write.
-    """
+    """Raise ValueError if a file was written to since it was opened as ``was``; with a path ``where``, also if it was replaced.
+    A chmod does not count as a write."""
     try:
         now = identity(where)
     except OSError as error:

@@ -41,11 +41,8 @@ def llama_name(name: str) -> str:
 
 
 def check_state(expected: Shapes, got: Shapes, what: str = "the state", remedy: str = MADE, most: int | None = None) -> None:
-    """Raise ValueError if a parameter is missing, unexpected or of the wrong shape; the message lists these problems.
-
-    ``expected``, ``got``: shapes by name. ``what``: the name of the state in the message. ``remedy``: the end of the message.
-    ``most``: the most problems that the message lists, followed by the number of the others; None: list all.
-    """
+    """Raise ValueError if a parameter is missing, unexpected or of the wrong shape.
+    ``what``: the state's name. ``remedy``: the message's end. ``most``: the most problems that it lists; None: all."""
     problems = [f"{name} is missing" for name in expected if name not in got]
     problems += [f"{name} is unexpected" for name in got if name not in expected]
     problems += [

@@ -41,15 +41,8 @@ def check_savable(name: str, dtype: str, valued: bool) -> None:
 @contextmanager
 def replacing(folder: str | Path, files: Collection[str] = (CONFIG,)) -> Iterator[Path]:
     """Yield an empty folder that replaces ``folder`` when the block ends; after an error the previous folder stays.
-
-    ``files``: the names of the files that the block writes beside the weights. Wait while another process saves to ``folder``
-    (see ``_alone``). If the process is killed, ``current`` of weight_files.py finds the previous folder, or the new folder after
-    its rename.
-
-    Raise ValueError, before the block, if ``folder`` is a file, or holds anything but weight files, config.json and ``files``.
-    Raise OSError if writing or renaming fails; the previous folder is then intact. If only the last fsync fails, raise OSError
-    with the message that the new folder is saved, but a power failure may undo it.
-    """
+    If the process is killed, ``current`` of weight_files.py finds the previous folder, or the new one after its rename. If only
+    the last fsync fails, OSError says that the new folder is saved, but a power failure may undo it."""
     from safetensors import SafetensorError
 
     folder = resolved(folder)
@@ -84,11 +77,7 @@ def replacing(folder: str | Path, files: Collection[str] = (CONFIG,)) -> Iterato
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Lock the folder against saves of other processes, and delete the lock file at the end.
-
-    Wait until the lock is free; the system releases the lock of a process that ends. On Windows, and on file systems without
-    locks, neither lock nor wait.
-    """
+    """Lock the folder against saves of other processes; do nothing on Windows and on file systems without locks."""
     if sys.platform == "win32":
         yield
         return
@@ -114,10 +103,8 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def write(folder: Path, weights: Iterable[tuple[str, Any]], save_file: Save) -> None:
-    """Write the weights into the empty ``folder``, in files of at most MOST_BYTES of weights. A larger weight gets its own file.
-
-    Hold only the weights of one file, and the first weight of the next file, in memory at a time.
-    """
+    """Write the weights into the empty ``folder``, in files of at most MOST_BYTES; a larger weight gets its own file.
+    At a time, hold only the weights of one file, and the first of the next, in memory."""
     files: list[list[str]] = []
     part: dict[str, Any] = {}
     total = 0
