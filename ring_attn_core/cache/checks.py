@@ -13,10 +13,7 @@ from .spec import DTYPES, FP8, CacheSizes, CacheSpec
 
 
 def check_tokens(spec: CacheSpec, tokens: Any) -> None:
-    """Raise ValueError if ``tokens`` is not an int of at least 1, or exceeds ``spec.room``.
-
-    ``tokens``: number of new tokens of each request in a step. ``spec.room``: limit of ``tokens`` in a cache with a window.
-    """
+    """Raise ValueError if ``tokens``, the new tokens of each request in a step, are not an int of 1 to ``spec.room``."""
     if not is_integer(tokens) or tokens < 1:
         raise ValueError(f"tokens must be an int of at least 1, how many new ones a request has, got {in_words(tokens)}")
     if spec.room is not None and tokens > spec.room:
@@ -27,10 +24,7 @@ def check_tokens(spec: CacheSpec, tokens: Any) -> None:
 
 
 def check_full(spec: CacheSpec, length: int, tokens: int, row: int) -> None:
-    """Raise ValueError if the ``length`` cached and ``tokens`` new tokens of a request exceed the cache's capacity.
-
-    ``row``: index of the request, for the message. With a window the capacity is unlimited.
-    """
+    """Raise ValueError if cached and new tokens of a request exceed the capacity, which is unlimited with a window."""
     if spec.capacity is not None and length + tokens > spec.capacity:
         more = "reserve more" if spec.page is not None else "make the cache with a larger capacity, or with page= to let it grow"
         raise ValueError(
@@ -40,11 +34,8 @@ def check_full(spec: CacheSpec, length: int, tokens: int, row: int) -> None:
 
 
 def check_shards(spec: CacheSpec, counts: Sequence[int], held: Sequence[int], row: int) -> None:
-    """Raise ValueError if a rank has too few empty slots for a request's new tokens.
-
-    ``counts``, ``held``: numbers of the request's cached and new tokens on each rank. ``row``: index of the request, for the
-    message. With a window nothing is refused, because slots are reused.
-    """
+    """Raise ValueError if a rank has too few empty slots for a request's new tokens; with a window slots are reused.
+    ``counts``, ``held``: numbers of the request's cached and new tokens on each rank."""
     needed = max(count + more for count, more in zip(counts, held, strict=True))
     larger = f"reserve({(needed - max(counts)) * spec.ranks})" if spec.page else f"make it with capacity={needed * spec.ranks}"
     for rank, (count, more) in enumerate(zip(counts, held, strict=True)):
@@ -56,10 +47,7 @@ def check_shards(spec: CacheSpec, counts: Sequence[int], held: Sequence[int], ro
 
 
 def check_lengths(lengths: Any, batch: int, most: int, what: str) -> list[int]:
-    """Return ``lengths`` as ints. Raise ValueError if they are not one int in 0 .. ``most`` for each request.
-
-    ``lengths``: a sequence or an array. ``what``: the last words of the message, which explain ``most``.
-    """
+    """Return ``lengths`` as ints in 0 .. ``most``. ``what``: the last words of the message, which explain ``most``."""
     lengths = lengths.tolist() if getattr(lengths, "ndim", 0) == 1 and not is_traced(lengths) else lengths
     values = list(lengths) if isinstance(lengths, Sequence) else [lengths]
     if len(values) != batch or not all(is_integer(x) for x in values):
@@ -71,10 +59,7 @@ def check_lengths(lengths: Any, batch: int, most: int, what: str) -> list[int]:
 
 
 def check_rows(name: str, rows: Any, batch: int) -> list[int]:
-    """Return ``rows``, the index or indices of requests, as a list of ints.
-
-    Raise ValueError if an index is repeated or not an int in 0 .. batch - 1. ``name``: the argument's name, for the message.
-    """
+    """Return ``rows``, the distinct index or indices of requests, as a list of ints."""
     values = list(rows) if isinstance(rows, Sequence) else [rows]
     if not all(is_integer(row) and 0 <= row < batch for row in values):
         raise ValueError(f"{name} must be an int or ints from 0 to {batch - 1}, the cache's requests, got {rows!r}")
@@ -84,11 +69,7 @@ def check_rows(name: str, rows: Any, batch: int) -> list[int]:
 
 
 def check_fork(source: Any, target: Any, batch: int) -> tuple[list[int], list[int]]:
-    """Return ``source`` and ``target``, indices of requests to copy from and to, as lists of equal length.
-
-    A single source is repeated for all targets. Raise ValueError if an index is not in 0 .. batch - 1, a target is repeated, or
-    the lengths do not match.
-    """
+    """Return ``source`` and ``target``, indices of requests, as lists of equal length; a single source is repeated."""
     values = list(source) if isinstance(source, Sequence) else [source]
     for row in values:
         check_rows("source", (row,), batch)
@@ -100,10 +81,7 @@ def check_fork(source: Any, target: Any, batch: int) -> tuple[list[int], list[in
 
 
 def check_step_rows(rows: Any, batch: int) -> list[int]:
-    """Return ``rows``, the indices of the requests of a step, as a list of ints.
-
-    Raise ValueError if ``rows`` is empty, or if an index is repeated or not an int in 0 .. batch - 1.
-    """
+    """Return ``rows``, the distinct indices of the requests of a step, as a list of ints."""
     values = check_rows("rows", rows, batch)
     if not values:
         raise ValueError("rows names no request, and a step is of one at least: pass ints, or None for all of them")
@@ -122,10 +100,7 @@ def check_layer(spec: CacheSpec, layer: Any) -> None:
 
 def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> None:
     """Raise ValueError if the shapes or dtypes of new k and v do not fit the cache, or if the two dtypes differ.
-
-    A float8 cache takes k and v in any of ``DTYPES`` except float8. ``tokens``: (number of requests, number of new tokens of each
-    request). ``shapes``, ``dtypes``: those of k, then of v.
-    """
+    ``tokens``: (requests, new tokens of each). A float8 cache takes any of ``DTYPES`` except float8."""
     sizes = spec.sizes
     for name, shape, dim in (("k", shapes[0], sizes.head_dim), ("v", shapes[1], sizes.v_dim)):
         expected = (*tokens, sizes.kv_heads, dim)
@@ -145,10 +120,7 @@ def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[i
 
 
 def check_valid(shape: tuple[int, ...], dtype: str, expected: tuple[int, int]) -> None:
-    """Raise ValueError if the array ``valid``, False for padding, is not bool [requests, tokens].
-
-    ``shape``, ``dtype``: those of the array. ``expected``: the numbers of requests and of tokens.
-    """
+    """Raise ValueError if the array ``valid``, False for padding, is not bool [requests, tokens]."""
     if tuple(shape) != expected or dtype != "bool":
         raise ValueError(
             f"valid must be bool [requests, tokens] = {list(expected)}, True for a token that is one, got {dtype} {list(shape)}"
@@ -164,20 +136,14 @@ def check_scales(name: str, scales: Sequence[Sequence[float]]) -> None:
 
 
 def check_kept(shape: tuple[int, ...], dtype: str, batch: int) -> None:
-    """Raise ValueError if the lengths to roll back to are neither one integer for all requests nor integers [batch].
-
-    ``shape``, ``dtype``: those of the array of lengths. Its values are not read.
-    """
+    """Raise ValueError if the lengths to roll back to are neither one integer for all requests nor integers [batch]."""
     if shape not in ((), (batch,)) or "int" not in dtype:
         raise ValueError(f"lengths must be integers [{batch}], one for every request, or one for all, got {dtype} {list(shape)}")
 
 
 def check_window(spec: CacheSpec, window: Any) -> int | None:
-    """Return ``window``, the number of earlier positions that a query sees. If it is None, return the cache's window.
-
-    If both windows are None, return None: a query then sees all earlier positions. Raise ValueError if ``window`` is not an int
-    of at least 0, or exceeds the cache's window, because keys outside the cache's window may be overwritten.
-    """
+    """Return ``window``, the earlier positions that a query sees, by default the cache's; None means all.
+    It must not exceed the cache's window, because keys outside that may be overwritten."""
     if window is None:
         return spec.window
     if not is_integer(window) or window < 0:
@@ -191,10 +157,8 @@ def check_window(spec: CacheSpec, window: Any) -> int | None:
 
 def check_back(spec: CacheSpec, reached: int, length: int, row: int) -> None:
     """Raise ValueError if a rollback to ``length`` tokens goes more than ``spec.room`` tokens below ``reached``.
-
-    ``reached``: the greatest length that the request has had since it was last empty. After a longer rollback a query might need
-    overwritten tokens. ``row``: the request's index, for the message. If ``spec.room`` is None, any rollback is allowed.
-    """
+    ``reached``: the greatest length since the request was empty. After a longer rollback a query might need overwritten
+    tokens."""
     if spec.room is not None and length < reached - spec.room:
         raise ValueError(
             f"request {row} was {reached} tokens long and shall go back to {length}: this cache has room for {spec.room}, what "
@@ -204,11 +168,8 @@ def check_back(spec: CacheSpec, reached: int, length: int, row: int) -> None:
 
 def grown(spec: CacheSpec, counts: Sequence[Sequence[int]], tokens: Any) -> CacheSpec:
     """Return the spec of a cache with enough slots for ``tokens`` more tokens of each request, shared evenly by the ranks.
-
-    ``counts`` [requests][ranks]: numbers of cached tokens. Each rank gets the same number of slots per request: the largest count
-    plus ``tokens / ranks``, rounded up to whole pages, but never fewer slots than before. Raise ValueError if ``spec.page`` is
-    None, or if ``tokens`` is not an int of at least 0.
-    """
+    ``counts`` [requests][ranks]: cached tokens. A rank gets the largest count plus ``tokens / ranks`` slots per request, in whole
+    pages, and never fewer than before."""
     if spec.page is None:
         raise ValueError("this cache has a fixed capacity: make it with page=, the tokens of a page, to let it grow")
     if not is_integer(tokens) or tokens < 0:
@@ -226,10 +187,7 @@ def check_cache(cache: Any, kind: type) -> None:
 
 def check_model(spec: CacheSpec, sizes: Any, dtype: str, windows: Sequence[int | None]) -> None:
     """Raise ValueError if the cache's sizes or dtype differ from the model's, or if a layer's window exceeds the cache's.
-
-    A float8 cache fits any compute dtype. ``sizes``: the model's config. ``dtype``: the model's compute dtype. ``windows``: for
-    each layer, the number of earlier tokens that a query sees; None means all.
-    """
+    A float8 cache fits any compute dtype. ``windows``: for each layer, the earlier tokens that a query sees; None: all."""
     expected = CacheSizes.of(sizes)
     if spec.sizes != expected:
         raise ValueError(

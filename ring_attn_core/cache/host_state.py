@@ -9,11 +9,8 @@ from .spec import CacheSpec
 
 class HostState:
     """Upper bounds of the requests' lengths, and exact token counts if they are known.
-
-    ``lengths``: upper bound of each request's number of tokens. The exact number may be lower, because a step may add fewer
-    tokens and the device removes rejected tokens. ``counts`` [requests][ranks]: tokens of each request on each rank; None if
-    unknown. ``reached``: upper bound of the greatest length that each request has had since it was last empty.
-    """
+    ``lengths``: too high after rejected tokens. ``counts`` [requests][ranks]: tokens on each rank; None if unknown. ``reached``:
+    upper bound of the greatest length since the request was last empty."""
 
     def __init__(self, spec: CacheSpec) -> None:
         self.know([[0] * spec.ranks] * spec.batch, [0] * spec.batch)
@@ -30,38 +27,25 @@ class HostState:
         return not any(self.lengths)
 
     def appended(self, rows: Iterable[int], tokens: int) -> None:
-        """Increase the length bounds of the requests ``rows`` by ``tokens``, and mark ``counts`` as unknown.
-
-        Call this method for a step whose tokens the device assigns to ranks: the host does not learn which rank gets each token.
-        """
+        """Increase length bounds by ``tokens``. ``counts`` become unknown: only the device learns which rank gets each token."""
         self.counts = None
         for row in rows:
             self._grow(row, tokens)
 
     def written(self, rows: Iterable[int], tokens: Sequence[int]) -> None:
-        """Increase ``reached`` to at least the lengths that the requests ``rows`` may have after a step.
-
-        ``tokens``: number of tokens that the step writes for each of these requests. Call this method before the step.
-        ``reached`` keeps the increase if the step fails.
-        """
+        """Increase ``reached``, before a step, to the lengths that the requests may have after it, even if the step fails."""
         for row, more in zip(rows, tokens, strict=True):
             self.reached[row] = max(self.reached[row], self.lengths[row] + more)
 
     def prefilled(self, rows: Iterable[int], held: Sequence[Sequence[int]]) -> None:
-        """Add the tokens of a prefilled chunk to the length bounds and counts of the requests ``rows``.
-
-        ``held`` [requests][ranks]: new tokens of each of these requests on each rank.
-        """
+        """Add a prefilled chunk to length bounds and counts. ``held`` [requests][ranks]: new tokens of the requests ``rows``."""
         for row, more in zip(rows, held, strict=True):
             self._grow(row, sum(more))
             if self.counts is not None:
                 self.counts[row] = [a + b for a, b in zip(self.counts[row], more, strict=True)]
 
     def cut(self, lengths: Sequence[int]) -> None:
-        """Lower the length bound of each request ``i`` to ``lengths[i]`` if that is less.
-
-        If any bound is lowered, mark ``counts`` as unknown.
-        """
+        """Lower length bounds to at most ``lengths``; if any becomes lower, mark ``counts`` as unknown."""
         if any(new < old for new, old in zip(lengths, self.lengths, strict=True)):
             self.counts = None
         self.lengths = [min(pair) for pair in zip(lengths, self.lengths, strict=True)]

@@ -44,20 +44,14 @@ def earlier(ranks: int) -> list[list[int]]:
 
 
 def append_indices(counts: Any, slot_indices: Any, earlier: Any) -> Any:
-    """Return the append index of each empty slot, [batch, ranks, slots]: the number of tokens appended before the slot is taken.
-
-    ``counts`` [batch, ranks]: number of tokens that each rank holds. ``slot_indices`` [batch, ranks, slots]: indices of empty
-    slots, not less than the rank's count. ``earlier`` [ranks, ranks]: the result of :func:`earlier`. All are integer arrays of
-    numpy, torch or jnp.
-    """
+    """Return for each empty slot, [batch, ranks, slots], the number of tokens appended before the slot is taken.
+    ``counts`` [batch, ranks]: tokens of each rank. ``slot_indices`` [batch, ranks, slots]: at least the count. ``earlier``
+    [ranks, ranks]: the result of :func:`earlier`. All are integer arrays of numpy, torch or jnp."""
     return (slot_indices[..., None] + earlier[None, :, None, :] - counts[:, None, None, :]).clip(0).sum(-1)
 
 
 def positions(layout: str, ranks: int, local: int) -> list[list[int]]:
-    """Return the positions of each rank's tokens in a chunk of ``ranks * local`` tokens, [ranks][local], in increasing order.
-
-    Raise ValueError if the layout has no shards of ``local`` tokens.
-    """
+    """Return the positions of each rank's tokens in a chunk, [ranks][local], in increasing order."""
     return [[position for run in of_rank for position in run.positions()] for of_rank in _runs(layout, ranks, local)]
 
 
@@ -80,8 +74,5 @@ def owners(layout: str, ranks: int, local: int) -> list[int]:
 
 
 def held(layout: str, ranks: int, local: int, length: int) -> list[int]:
-    """Count the tokens of each rank among the first ``length`` tokens of a chunk.
-
-    The chunk has ``ranks * local`` tokens. A rank's counted tokens are the first ones of its shard of ``local`` tokens.
-    """
+    """Count the tokens of each rank among the first ``length`` tokens of a chunk; they are the first ones of its shard."""
     return [sum(run.before(length).length for run in of_rank) for of_rank in _runs(layout, ranks, local)]

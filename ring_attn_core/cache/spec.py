@@ -51,13 +51,9 @@ class CacheSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """The static description of a cache: each rank has ``slots`` slots for each of ``batch`` requests. A slot holds one token.
-
-    ``window``: the number of earlier positions that a query sees; None: all. With a window, a slot is reused after its token has
-    left the window, and ``room`` limits the number of tokens that a step adds or a rollback removes; a prefill of empty requests
-    may add more. ``page``: a rank's number of slots grows by multiples of ``page``; None: it does not grow. ``scaled``: True if
-    the caller passes the scales of a float8 cache; if not, the cache's first completed step determines them.
-    """
+    """The static description of a cache: each rank has ``slots`` slots, of one token each, for each of ``batch`` requests.
+    ``window``: earlier positions that a query sees; None: all. Tokens outside it free their slots; ``room`` limits the tokens of
+    a step or rollback. ``page``: slots grow by its multiples; None: never. ``scaled``: the caller passes float8 scales."""
 
     sizes: CacheSizes
     batch: int
@@ -71,17 +67,9 @@ class CacheSpec:
 
     @classmethod
     def of(cls, config: Any, batch: int, capacity: int | None, ranks: int, **options: Any) -> CacheSpec:
-        """Return the spec of a cache.
-
-        Without a window, ``capacity`` is a request's largest number of tokens. Each rank gets ``capacity / ranks`` slots, rounded
-        up; if there are several ranks, up to an even number. So a prompt of ``capacity`` tokens fits in every layout. With a
-        window, ``capacity`` is the number of slots of each rank, by default ``window + room``, and ``room`` is by default
-        ``window``. If ``page`` is set, which excludes a window, the number of slots is rounded up to whole pages.
-
-        ``config``: a TransformerConfig or CacheSizes. ``options``: the other fields of the spec. A ``dtype`` of None means the
-        config's ``compute_dtype``, else its ``param_dtype``; for CacheSizes it means bfloat16. Raise ValueError if a value is
-        invalid.
-        """
+        """Return the spec of a cache; ``options``: its other fields.
+        ``capacity``: tokens of a request; each rank gets its share, rounded up to an even number so that a full prompt fits in
+        every layout. With a window: slots of each rank, by default ``window + room``; ``room`` is by default ``window``."""
         check_ranks(ranks)
         if options.get("dtype") is None:
             options["dtype"] = getattr(config, "compute_dtype", None) or getattr(config, "param_dtype", "bfloat16")
