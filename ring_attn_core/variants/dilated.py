@@ -40,11 +40,7 @@ class Patterns(NamedTuple):
     mixing: Any = "softmax"
 
     def check(self) -> tuple[tuple[int, int], ...]:
-        """Return the (segment, dilation) pairs, in tokens.
-
-        Raise ValueError if there is not one dilation for each segment, a dilation does not divide its segment, or segments do not
-        increase. Raise it also if a number is not a positive int or ``mixing`` is unknown.
-        """
+        """Return the (segment, dilation) pairs, in tokens."""
         segments, dilations = counts_of("segments", self.segments), counts_of("dilations", self.dilations)
         if not segments or len(segments) != len(dilations):
             raise ValueError(
@@ -207,10 +203,8 @@ class FoldedBatches:
     @property
     def of_keys(self) -> HeadSelection:
         """The heads of k and v that the pattern uses, and the head groups that hold them.
-
-        If the pattern uses all query heads of its key heads, and one of ``head_groups`` and ``group_size`` divides the other, a
-        head group holds each key head that it reads once. Otherwise it holds one copy of the key head for each query head.
-        """
+        A head group holds a key head once if the pattern uses all its query heads, and one of ``head_groups`` and ``group_size``
+        divides the other; else one copy for each query head."""
         first, end = self.first // self.group_size, -(-(self.first + self.heads) // self.group_size)
         whole = self.first % self.group_size == 0 and self.heads % self.group_size == 0
         if whole and self.head_groups % self.group_size == 0:
@@ -239,11 +233,8 @@ class FoldedBatches:
         return causal() if lo == 0 else full()
 
     def visible(self, rank: Any, slot: Any, of_group: Any) -> tuple[Any, Any, Any]:
-        """Return (holds, first, end) for a slot of the head group ``of_group``.
-
-        ``holds``: True if the slot holds a token, not padding. ``first``, ``end`` (exclusive): the extent of the query in the
-        slot, counted in slots over all ranks; (0, 0) if empty. The query may see the slots of its extent that ``band`` allows.
-        """
+        """Return (holds, first, end) for a slot: whether it holds a token, and the query's extent; (0, 0) if empty.
+        ``end`` is exclusive; slots are counted over all ranks. The query may see the slots of its extent that ``band`` allows."""
         p = self.position(rank, slot, of_group)
         start = rank * self.local
         holds = (p >= start) & (p < start + self.local) & (p < self.length)

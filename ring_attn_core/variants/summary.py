@@ -34,11 +34,7 @@ POOLINGS = ("attention", "mean")
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class SummaryOptions:
-    """The options of a ``summary_attention`` call, with the names of its arguments.
-
-    Raise ValueError if a value has the wrong type or is out of range; but the backend's name and the sign of ``length`` are not
-    checked here. The function ``checked`` compares options with arrays.
-    """
+    """The options of a ``summary_attention`` call; the backend's name and the sign of ``length`` are not checked here."""
 
     block: int
     window: int
@@ -120,11 +116,8 @@ class SentBytes(NamedTuple):
 @dataclass(frozen=True)
 class SummaryPlan:
     """The plan of summary attention over a ring. ``local``: tokens of a shard, padding included.
-
-    The first ``blocks`` blocks are summarized, because some query sees them as summaries. These blocks hold no padding. From its
-    own tokens of such a block, a rank makes partial summaries. A slot holds the partial summaries of one block on one rank. Every
-    rank has ``slots`` slots.
-    """
+    Some query sees the first ``blocks`` blocks, which hold no padding, as summaries. Each of a rank's ``slots`` slots holds its
+    partial summaries of one block, made from its own tokens."""
 
     options: SummaryOptions
     ranks: int
@@ -150,20 +143,15 @@ class SummaryPlan:
     @property
     def owners(self) -> int:
         """The largest number of ranks that a block may span.
-
-        Blocks start within a shard at multiples of ``gcd(block, local)``. A block at the last multiple spans the most ranks.
-        """
+        Blocks start in a shard at multiples of ``gcd(block, local)``; one at the last spans the most ranks."""
         block, local = self.options.block, self.local
         latest = local - gcd(block, local)
         return min((latest + block - 1) // local + 1, self.ranks)
 
     @property
     def exact_options(self) -> Options:
-        """The options of attention to the tokens that are seen exactly.
-
-        The mask is a sliding window that holds the exact tokens of every query. The extent of a query narrows this window: the
-        extent starts at the token ``first``, at which a block starts. If no block is summarized, the mask is causal.
-        """
+        """The options of attention to the exact tokens: a sliding window that a query's extent narrows to a block's start.
+        If no block is summarized, the mask is causal."""
         reach = self.options.window + self.options.block - 1
         return self.options.exact(sliding_window(reach) if self.blocks else causal())
 
@@ -180,11 +168,8 @@ class SummaryPlan:
         return clamp(positions - window, 0, self.length) // block * block
 
     def pooled(self, slot_of: Any, index: Any, rank: Any) -> tuple[Any, Any]:
-        """Return (first, end): ``rank`` pools its local tokens ``first .. end - 1`` for one partial summary.
-
-        ``slot_of``: the slot of the block on this rank. ``index``: the index of the summary within the block. The interval is
-        empty if the slot holds no block.
-        """
+        """Return (first, end): ``rank`` pools its local tokens ``first .. end - 1`` for summary ``index`` of the block in a slot.
+        The interval is empty if the slot holds no block."""
         block, width = self.options.block, self.options.width
         start = rank * self.local
         of_block = (start // block + slot_of) * block
@@ -193,11 +178,8 @@ class SummaryPlan:
         return here(of_summary), here(of_summary + width)
 
     def held(self, block: Any, owner: Any) -> tuple[Any, Any]:
-        """Return (slot, exists): the slot of ``block`` on one rank, counted over all ranks, and whether this rank has the block.
-
-        ``owner`` selects the rank: 0 is the first rank with tokens of the block, 1 the next rank. If the block lies on too few
-        ranks, ``exists`` is False, and the slot is that of the first rank.
-        """
+        """Return (slot, exists): the slot of ``block`` on one rank, counted over all ranks, and whether the rank has the block.
+        ``owner``: 0 is the first rank with tokens of the block. If there are too few ranks, the slot is that of the first."""
         size, local = self.options.block, self.local
         first = block * size // local
         exists = (first + owner) * local < (block + 1) * size
@@ -205,18 +187,9 @@ class SummaryPlan:
         return rank * self.slots + block - rank * local // size, exists
 
     def bytes_sent(self, batch: int, kv_heads: int, dims: tuple[int, int], itemsize: int, key_mask: bool = False) -> SentBytes:
-        """Return the bytes that each rank sends with the strategy "ring".
-
-        ``dims``: (head_dim, v_dim). ``itemsize``: bytes of an element of q, k and v.
-
-        Forward: each hop of the exact attention sends a shard of k and v, and its key mask as bits. An all-gather sends this
-        rank's partial summaries in the accumulation dtype. For each key head a partial summary has head_dim + v_dim + 1 numbers,
-        and one more with a key mask.
-
-        Backward: each hop sends k, v and the key mask again, and the gradients of k and v in the accumulation dtype. One more hop
-        returns these gradients to their owner. A reduce-scatter returns the gradients of the partial summaries to the ranks that
-        made them. An all-gather or reduce-scatter counts as a send to each other rank.
-        """
+        """Return the bytes that each rank sends with the strategy "ring". ``dims``: (head_dim, v_dim).
+        Forward: a shard of k, v and the key mask as bits at each hop, and an all-gather of partial summaries: head_dim + v_dim +
+        1 numbers per key head, 1 more with a key mask. Backward: also the gradients, with one more hop, and a reduce-scatter."""
         wide, numbers = max(itemsize, 4), batch * self.local * kv_heads * sum(dims)
         keys = numbers * itemsize + batch * -(-self.local // 8) * key_mask
         hops = self.ring.hops
@@ -227,11 +200,7 @@ class SummaryPlan:
 
 
 def checked(shapes: dict[str, tuple[int, ...]], pool: OptionalArray | None, options: SummaryOptions, ranks: int) -> SummaryPlan:
-    """Return the plan of a call. ``shapes``: shapes of q, k and v. ``pool``: shape and dtype of the pooling's queries, or None.
-
-    Raise ValueError if an array is not 4-D, if the numbers of tokens of q, k and v differ, if ``pool`` is missing, not needed, or
-    of a wrong shape or dtype, or if ``length`` does not fit the shards.
-    """
+    """Return the plan of a call. ``shapes``: of q, k and v. ``pool``: shape and dtype of the pooling's queries, or None."""
     for name, shape in shapes.items():
         if len(shape) != 4:
             raise ValueError(f"{name} must have 4 dimensions [batch, seq_local, heads, dim], got shape {list(shape)}")
