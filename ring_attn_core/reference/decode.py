@@ -29,11 +29,8 @@ class DecodeFeatures(NamedTuple):
 
 def exact(q: Array, k: Array, v: Array, q_positions: Array, k_positions: Array, **features: Any) -> tuple[Array, Array]:
     """Return (out, lse) over the global cache in float64, or in ``np.longdouble`` if q is float64.
-
-    Shapes: q [b n h d], k [b t g d], v [b t g e], out [b n h e], lse [b n h], with b batch rows, n queries, t slots, h query
-    heads, g kv heads, head dim d of q and k, and head dim e of v. ``q_positions`` [b n], ``k_positions`` [b t]: positions in the
-    sequence, negative for an empty slot. ``features``: see DecodeFeatures. Slots that no query sees have no effect.
-    """
+    Shapes: q [b n h d], k [b t g d], v [b t g e], out [b n h e], lse [b n h], ``q_positions`` [b n], ``k_positions`` [b t],
+    negative for an empty slot. ``features``: see DecodeFeatures."""
     working = np.longdouble if q.dtype.itemsize >= 8 else np.float64
     return _attention((q, k, v), (q_positions, k_positions), DecodeFeatures(**features), working, lambda x: x)
 
@@ -41,21 +38,16 @@ def exact(q: Array, k: Array, v: Array, q_positions: Array, k_positions: Array, 
 def plain(
     q: Array, k: Array, v: Array, q_positions: Array, k_positions: Array, dtype: str, **features: Any
 ) -> tuple[Array, Array]:
-    """Compute the results of ``exact`` with the rounding of plain single-device attention in ``dtype``.
-
-    Sums and softmax are in float32 (in float64 for "float64"). Probabilities and out are each rounded to ``dtype`` once.
-    """
+    """Compute ``exact`` with the rounding of plain single-device attention in ``dtype``: probabilities and out once each.
+    Sums and softmax are in float32 (in float64 for "float64")."""
     working = np.float64 if dtype == "float64" else np.float32
     return _attention((q, k, v), (q_positions, k_positions), DecodeFeatures(**features), working, rounding(dtype))
 
 
 def visible(q_positions: Array, k_positions: Array, tree_mask: Array | None, window: int | None) -> tuple[Array, Array]:
-    """Return two arrays [batch, queries, slots]: whether the query sees the slot (bool), and the lag between them (int).
-
-    The lag is the position of the query minus the position of the key. With ``tree_mask``, bool [batch, queries, queries], the
-    queries are the nodes of a tree, and ``q_positions`` are consecutive. For the lag, a node is at the position of node 0 plus
-    the depth of the node: the number of other nodes that the node sees.
-    """
+    """Return [batch, queries, slots]: whether the query sees the slot (bool), and the lag, query position minus key position.
+    With ``tree_mask``, bool [batch, queries, queries], queries are nodes of a tree: a node's position is that of node 0 plus its
+    depth, the number of other nodes that it sees."""
     i, j = (x.astype(np.int64) for x in (q_positions[:, :, None], k_positions[:, None, :]))
     if tree_mask is None:
         lag, seen = i - j, (j >= 0) & (j <= i)

@@ -45,19 +45,14 @@ def exact(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedF
 
 
 def plain(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedFeatures, dtype: str) -> Attention:
-    """Compute the results of ``exact`` with the rounding of a single device that computes in ``dtype``.
-
-    Compute one attention for each pattern, round its out, and weight the outs by their softmax denominators.
-    """
+    """Compute ``exact`` as one device does in ``dtype``: one rounded out for each pattern, weighted by softmax denominators."""
     working = np.float64 if dtype == "float64" else np.float32
     return _attention((q, k, v, dout, dlse), call, working, rounding(dtype), lambda counts: counts)
 
 
 def patterns(call: DilatedFeatures, heads: int, queries: Array, keys: Array) -> Array:
     """Return int8 [patterns, heads, queries, keys]: 1 if the pattern lets the query see the key, apart from mask and key mask.
-
-    ``queries``, ``keys``: 1-D int arrays of positions. With mixing="heads" each head uses one pattern; all other entries are 0.
-    """
+    ``queries``, ``keys``: 1-D int positions. With mixing="heads" each head uses one pattern; all other entries are 0."""
     n, i, j = len(call.segments), queries[:, None], keys
     counts = np.zeros((n, heads, len(queries), len(keys)), np.int8)
     for at, (segment, dilation) in enumerate(zip(call.segments, call.dilations, strict=True)):
@@ -76,13 +71,9 @@ def _attention(
     rounded: Callable[[Array], Array],
     apart: Callable[[Array], Array],
 ) -> Attention:
-    """Compute dilated attention and its gradients.
-
-    ``rounded``: a function that rounds an array to the precision of the inputs. ``apart``: a function that maps the result of
-    ``patterns`` to counts [softmaxes, heads, queries, keys], the number of times that each softmax counts a key. ``exact`` passes
-    the sum over patterns, for a single softmax. ``plain`` passes the identity, for one softmax per pattern. The out of each
-    softmax is weighted by its denominator.
-    """
+    """Compute dilated attention and its gradients. ``rounded``: round an array to the precision of the inputs.
+    ``apart``: map ``patterns`` to counts [softmaxes, heads, queries, keys] of each key: the sum over patterns in ``exact``, the
+    identity in ``plain``. Outs of several softmaxes are weighted by their denominators."""
     b, s, h, d = arrays[0].shape
     share = h // arrays[1].shape[2]
     by_head = lambda x: np.moveaxis(x.astype(dtype), 2, 1)  # [b h s d]

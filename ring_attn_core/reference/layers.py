@@ -35,10 +35,7 @@ class LayerSettings(NamedTuple):
 
 
 class Layers:
-    """Layers that compute in ``dtype`` (None: in at least float64).
-
-    ``features``: options of the attention, except sinks, which are among the weights.
-    """
+    """Layers that compute in ``dtype`` (None: in at least float64). ``features``: options of the attention, except sinks."""
 
     def __init__(self, sizes: LayerSettings, dtype: str | None = None, features: Features = Features()) -> None:
         self.sizes, self.dtype, self.features = sizes, dtype, features
@@ -46,20 +43,15 @@ class Layers:
         self.rounded = rounding(dtype or "float64")
 
     def layer(self, weights: Mapping[str, Array], x: Array, dout: Array) -> Arrays:
-        """Return ``out``, ``dx`` and the gradient of each weight, named "d" + weight name.
-
-        ``x``, ``dout``: [batch, tokens, dim].
-        """
+        """Return ``out``, ``dx`` and each weight's gradient, "d" + its name. ``x``, ``dout``: [batch, tokens, dim]."""
         weights, x, dout = self._cast(weights), self._of(x), self._of(dout)
         out = self._attention(weights, "", x)
         dx, gradients = self._attention_backward(weights, "", x, dout)
         return {"out": out, "dx": dx} | {"d" + name: gradient for name, gradient in gradients.items()}
 
     def transformer(self, weights: Mapping[str, Array], ids: Array, labels: Array) -> Arrays:
-        """Return the logits, the loss and the gradient of each weight, named "d" + weight name.
-
-        ``ids``, ``labels``: int [batch, tokens]. Logits are [batch, tokens, vocab]. The loss is the mean over labels >= 0.
-        """
+        """Return the logits [batch, tokens, vocab], the mean loss over labels >= 0, and each weight's gradient, "d" + its name.
+        ``ids``, ``labels``: int [batch, tokens]."""
         weights = self._cast(weights)
         depth = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("blocks."))
         embed, entered, x = weights["embed.weight"], [], weights["embed.weight"][ids]
@@ -106,10 +98,8 @@ class Layers:
         return dx, gradients if inner.dsinks is None else gradients | {at + "sinks": inner.dsinks}
 
     def _inner(self, weights: Arrays, at: str, x: Array, dout: Array | None) -> Attention:
-        """Return attention before the output projection, with its gradients.
-
-        ``dout``: the gradient of the result's ``out``; None: 0. ``at``: the prefix of the weights' names.
-        """
+        """Return attention before the output projection, with gradients.
+        ``dout``: None means 0. ``at``: prefix of weights' names."""
         q, k, v = (self._heads(self._linear(x, weights[f"{at}{name}.weight"])) for name in "qkv")
         features = self.features._replace(sinks=weights.get(at + "sinks"))._asdict()
         arguments = self._turned(q), self._turned(k), v, self.sizes.mask, np.zeros_like(q) if dout is None else dout
@@ -146,10 +136,7 @@ class Layers:
         return self.rounded(dout @ weight), self.rounded(np.tensordot(dout, x, ((0, 1), (0, 1))))
 
     def _turned(self, x: Array, sign: int = 1) -> Array:
-        """Apply the rotary embedding to x [batch, tokens, heads, head_dim], or its inverse if ``sign`` is -1.
-
-        Angles are in float64.
-        """
+        """Apply the rotary embedding to x [batch, tokens, heads, head_dim], or with sign -1 its inverse, in float64 angles."""
         if self.sizes.rotary_base is None:
             return x
         half = x.shape[-1] // 2

@@ -85,10 +85,7 @@ def visible(
     key_mask: Array | None = None,
     key_extents: Array | None = None,
 ) -> Array:
-    """Return bool [batch, queries, keys]: whether the query sees the key. With ``mask`` alone, batch is 1.
-
-    ``queries``, ``keys``: ranges of global positions. The other arrays are those of ``Features``.
-    """
+    """Return bool [batch, queries, keys]: whether the query sees the key; ``mask`` alone gives batch 1. Positions are global."""
     i, j = np.array(queries)[:, None], np.array(keys)
     seen = np.ones((1, len(queries), len(keys)), bool)
     if mask.lo is not None:
@@ -193,11 +190,8 @@ def _softcapped(scores: Array, cap: float | None) -> tuple[Array, Array | float]
 
 
 def _dropout(features: Features, groups: tuple[int, int, int], queries: range, keys: range) -> Array:
-    """Return the factor by which dropout multiplies each probability: 0, or ``rescale(rate)`` if it is kept.
-
-    Shape: [batch, kv heads, query heads per kv head, queries, keys]; ``groups``: the first three sizes. Without dropout, return
-    an array with the single number 1.
-    """
+    """Return dropout's factors of probabilities [*groups, queries, keys]: 0 or ``rescale(rate)``; without dropout, [1].
+    ``groups``: (batch, kv heads, query heads per kv head)."""
     if not features.dropout_rate:
         return np.ones(1)
     b, g, r = groups

@@ -48,31 +48,23 @@ class SummaryFeatures(NamedTuple):
 
 def exact_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, features: SummaryFeatures) -> SummaryAttended:
     """Return summary attention and its gradients in float64, or in ``np.longdouble`` if q is float64.
-
-    Arrays are global, in the natural order of tokens: q [b s h d], k [b s g d], v [b s g e], dout [b s h e], dlse [b s h], with b
-    batch rows, s tokens, h query heads, g kv heads, head dim d of q and k, and head dim e of v.
-    """
+    In the natural order of tokens: q [b s h d], k [b s g d], v [b s g e], dout [b s h e], dlse [b s h]."""
     return _attention((q, k, v, dout, dlse), features, np.longdouble if q.dtype.itemsize >= 8 else np.float64, lambda x: x)
 
 
 def plain_summary(
     q: Array, k: Array, v: Array, dout: Array, dlse: Array, features: SummaryFeatures, dtype: str
 ) -> SummaryAttended:
-    """Compute the results of ``exact_summary`` with the rounding of a single device that computes in ``dtype``.
-
-    Sums and softmax are in float32 (in float64 for "float64"). Probabilities, summaries and out are rounded, and so are the
-    gradients of attention scores, pooling scores, summaries, q, k and v. lse and the gradient of pool are not rounded.
-    """
+    """Compute ``exact_summary`` with the rounding of a single device in ``dtype``; sums and softmax are in at least float32.
+    Probabilities, summaries and out are rounded, and the gradients of attention scores, pooling scores, summaries, q, k and v;
+    lse and the gradient of pool are not."""
     working = np.float64 if dtype == "float64" else np.float32
     return _attention((q, k, v, dout, dlse), features, working, rounding(dtype))
 
 
 def who_sees_what(length: int, features: SummaryFeatures) -> tuple[Array, Array]:
-    """Return two masks: the tokens and summaries that each query sees, and the tokens that each summary pools.
-
-    The first is bool [length, length + blocks * summaries], with the tokens before the summaries; the second is bool
-    [blocks * summaries, length]. ``length``: number of tokens, cut into blocks of ``features.block``.
-    """
+    """Return two masks: bool [length, length + blocks * summaries] and bool [blocks * summaries, length].
+    The first says which tokens and then summaries each query sees, the second which tokens each summary pools."""
     block, m = features.block, features.summaries
     i, j = np.arange(length)[:, None], np.arange(length)
     first = block * (np.maximum(i - features.window, 0) // block)

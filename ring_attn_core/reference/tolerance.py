@@ -16,12 +16,9 @@ The state is float32, or float64 for float64 inputs.
 
 
 def relative_error(got: np.ndarray, exact: np.ndarray) -> float:
-    """Return ||got - exact|| / ||exact|| over finite entries.
-
-    Return inf if the arrays differ at an entry where one of them is NaN or infinite. The divisor is at least the norm of an array
-    of the same size in which every entry is 0.01. This lower bound is needed because exact values may be (nearly) zero, e.g. the
-    gradient of a query that sees one key. Raise ValueError if the shapes differ.
-    """
+    """Return ||got - exact|| / ||exact|| over finite entries; inf if a NaN or infinity differs.
+    The divisor is at least the norm of as many entries 0.01, because exact values may be (nearly) zero, e.g. the gradient of a
+    query that sees one key."""
     got, exact = np.asarray(got, np.longdouble), np.asarray(exact, np.longdouble)
     if got.shape != exact.shape:
         raise ValueError(f"compare arrays of one shape, got {got.shape} and {exact.shape}")
@@ -40,13 +37,9 @@ def bound(plain: np.ndarray, exact: np.ndarray, dtype: str) -> float:
 
 
 def bound_of_sinks(plain: Attention, exact: Attention, arrays: Mapping[str, np.ndarray], dtype: str) -> float:
-    """Return the allowed relative error of the gradient of sinks. ``arrays``: the sinks [heads], and the gradients dout and dlse.
-
-    The gradient has one number per head, so ``plain`` may be accurate by chance, and then ``bound`` is too strict. Each number is
-    a sum with one term per query. This function assumes that the errors of the terms are independent, and that each consists of
-    the error of the term in ``plain`` and one rounding. The standard deviation of the sum is then the norm of all these errors.
-    The result allows 5 standard deviations, or ``bound`` if that is larger.
-    """
+    """Return the allowed relative error of the gradient of sinks. ``arrays``: sinks [heads], dout and dlse.
+    With one number per head, ``plain`` may be accurate by chance: take 5 standard deviations of a sum over queries whose terms
+    err independently, each by its error in ``plain`` and one rounding, or ``bound`` if that is larger."""
     assert plain.dsinks is not None and exact.dsinks is not None
 
     def terms(got: Attention) -> np.ndarray:
