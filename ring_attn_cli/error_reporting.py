@@ -21,11 +21,8 @@ def missing_in_words(package: str | None) -> str:
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """Print a ValueError, OSError, MemoryError or missing package on stderr without a traceback, and exit with status 2.
-
-    For a :class:`processes.Failure`, print its message, and exit with status 1. If the reader of the output closes the
-    pipe early, as ``head`` does, print nothing and exit with status 1.
-    """
+    """Print an expected error on stderr without a traceback, and exit: with status 2, or 1 for a :class:`processes.Failure`.
+    If the reader of the output closes the pipe early, as ``head`` does, print nothing and exit with status 1."""
     import typer  # main.py reports a missing typer
 
     try:

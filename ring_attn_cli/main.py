@@ -244,10 +244,7 @@ def console(plain: bool = False) -> Console:
 
 
 def make_plan(layout: str, mask: str, ranks: int, length: int, kv_length: int | None = None) -> RingPlan:
-    """Return the plan of ``length`` queries and ``kv_length`` (default: ``length``) keys, with the least padding of the layout.
-
-    Raise ValueError if ``ranks`` is out of its range, or if layout, mask or lengths are invalid.
-    """
+    """Return the plan of ``length`` queries and ``kv_length`` keys (default: as many), with the least padding of the layout."""
     check_drawable(ranks)
     members = max(ranks, 1)  # RingPlan rejects ranks below 1
     seq_local = layouts.padded_local(layout, members, length)

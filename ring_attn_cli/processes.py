@@ -30,10 +30,8 @@ Report = Callable[[str, Any], None]
 
 
 class Parent(NamedTuple):
-    """A spawned process's connection to its parent. ``parent(kind, data)`` sends a message; ``parent.recv()`` waits for an order.
-
-    An order is any object that the parent passes to ``Crews.send``.
-    """
+    """A process's connection to its parent.
+    ``parent(kind, data)`` sends; ``parent.recv()`` waits for what ``Crews.send`` passes."""
 
     pipe: Connection
 
@@ -78,10 +76,7 @@ def _terminate(number: int, frame: object) -> None:
 
 @contextmanager
 def hear_interrupts() -> Iterator[None]:
-    """Raise a KeyboardInterrupt a second time, after 0.1 s, if Python ignored the first, as it does inside a callback of JAX.
-
-    Replace ``sys.unraisablehook`` inside the ``with`` block.
-    """
+    """Raise a KeyboardInterrupt again after 0.1 s if Python ignored it, as in a callback of JAX, by ``sys.unraisablehook``."""
 
     def again(ignored: Any) -> None:
         if ignored.exc_type is KeyboardInterrupt:
@@ -119,13 +114,9 @@ def hold_interrupts() -> Iterator[None]:
 
 
 class Crews:
-    """Named groups of processes (crews), as a context manager: its exit ends each process that still runs.
-
-    In the main thread, SIGTERM raises :class:`Terminated` inside the context.
-
-    A process imports a module and calls its ``work(report, *arguments)``. This class does not import that module in the
-    parent. A process's stdout and stderr go to a log, whose end is shown if the process fails.
-    """
+    """Named groups of processes (crews); the exit of the context ends each process that still runs.
+    SIGTERM raises :class:`Terminated` in the main thread. A process, not the parent, imports a module and calls its
+    ``work(report, *arguments)``. Its stdout and stderr go to a log, shown at the end if it fails."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
@@ -157,10 +148,8 @@ class Crews:
 
     def messages(self) -> Iterator[Message]:
         """Yield the messages of the processes until all have finished.
-
-        Raise ValueError with the text of a message if its kind is "mistake". Raise :class:`Failure` if a process fails, or if no
-        process reports for ``patience`` seconds, an argument of the constructor.
-        """
+        Raise ValueError with the text of a "mistake", and :class:`Failure` if a process fails or none reports for ``patience``
+        seconds."""
         heard = time.monotonic()
         while self._members:
             ready = wait(list(self._members), timeout=1)
@@ -175,10 +164,7 @@ class Crews:
                 raise Failure(f"no process has reported for {self._patience:.0f} s; still at work: {silent}")
 
     def arrived(self, timeout: float) -> list[Message]:
-        """Wait up to ``timeout`` seconds for messages, and return at most one from each process; [] if none has arrived.
-
-        Raise :class:`Failure` if a process fails.
-        """
+        """Wait up to ``timeout`` seconds for messages, and return at most one from each process; [] if none has arrived."""
         return [message for pipe in wait(list(self._members), timeout) for message in self._receive(pipe)]  # type: ignore[arg-type]
 
     def logs(self) -> dict[str, str]:
@@ -239,10 +225,7 @@ class _Member(NamedTuple):
 
 def _run(pipe: Connection, log: Path, module: str, arguments: tuple[Any, ...]) -> None:
     """Call ``work(report, *arguments)`` of ``module``; this is the target of a new process.
-
-    Redirect stdout and stderr to ``log``. Send the messages of ``work`` through ``pipe``, then "finished", or "failed" with
-    the error.
-    """
+    Send its messages through ``pipe``, then "finished", or "failed" with the error."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent ends them
     with log.open("w") as file:

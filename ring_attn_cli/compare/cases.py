@@ -130,10 +130,7 @@ class Case:
 
     @cached_property
     def masks(self) -> Arrays:
-        """Return the masks in use, by argument name: "extents", int32 [batch, length, 2]; "key_mask", bool [batch, length].
-
-        ``extents`` holds the first position and the end of each token's document. ``key_mask`` is True for keys that are seen.
-        """
+        """Return the masks in use: "extents" of documents, int32 [batch, length, 2], and "key_mask", bool [batch, length]."""
         rng = np.random.default_rng((self.seed, 1))
         drawn = {}
         if self.documents:
@@ -153,11 +150,8 @@ class Case:
         return np.float64 if self.dtype == "float64" else np.float32
 
     def normal(self, stream: int, *shapes: tuple[int, ...], rounded: bool = True) -> list[np.ndarray]:
-        """Draw standard normal arrays of the given ``shapes`` from a generator with the seed (``self.seed``, ``stream``).
-
-        If ``rounded``, round each number to the nearest value of the case's dtype. The arrays are stored in float64 if the case's
-        dtype is float64, otherwise in float32.
-        """
+        """Draw standard normal arrays from a generator with the seed (``self.seed``, ``stream``), rounded to the case's dtype.
+        The arrays are stored in float64 if that is the case's dtype, otherwise in float32."""
         rng = np.random.default_rng((self.seed, stream))
         keep = rounding(self.dtype) if rounded else lambda x: x
         return [keep(rng.standard_normal(shape).astype(self.working)) for shape in shapes]

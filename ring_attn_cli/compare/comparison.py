@@ -25,10 +25,8 @@ NEEDS = {"torch": ("torch",), "jax": ("jax", "flax")}
 @dataclass(frozen=True)
 class VariantResult:
     """The result of one variant in one framework on a ring of ``ranks`` ranks.
-
-    ``seconds``: one time for each timed run. ``peak_bytes``: peak memory, see ``peak_of``; None if the system does not report it.
-    ``part``: a description of the part of the result that was compared with the reference; "" if all of it was compared.
-    """
+    ``seconds``: of each timed run. ``peak_bytes``: see ``peak_of``. ``part``: the part of the result that was compared, in words;
+    "" for all."""
 
     case: Case
     variant: str
@@ -99,11 +97,7 @@ class _Contestant:
 
 
 def compare(sweep: Sweep, tell: Tell = lambda words: None) -> Comparison:
-    """Run a sweep and return its results. Call ``tell`` with a progress message before each stage.
-
-    Raise ValueError if a variant that the user named runs nowhere or fails, if any variant fails on some ranks only, if nothing
-    can run, or if devices are too few. Raise :class:`processes.Failure` if a process dies or does not answer.
-    """
+    """Run a sweep and return its results. Call ``tell`` with a progress message before each stage."""
     frameworks = _installed(sweep)
     cells, left_out = _contestants(sweep, frameworks)
     needed = tuple(name for name in FRAMEWORKS if any(each.framework == name for cell in cells for each in cell))
@@ -131,10 +125,7 @@ def _installed(sweep: Sweep) -> tuple[str, ...]:
 
 
 def _contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[list[_Contestant]], list[SkippedVariant]]:
-    """Return for each case the combinations (variant, framework, ranks) to run, and a list of those left out, with reasons.
-
-    Raise ValueError if a variant that the user named cannot run at all for one of the cases, or if nothing can run.
-    """
+    """Return for each case the combinations (variant, framework, ranks) to run, and a list of those left out, with reasons."""
     cells, left_out = [], []
     for case in sweep.cases:
         cell = []
@@ -192,12 +183,9 @@ def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tupl
 def _judged(
     one: _Contestant, cotangents: frozenset[str], whole: dict[_Contestant, Arrays], truths: dict[object, Truth]
 ) -> VariantResult:
-    """Compare the arrays of contestant ``one`` with the truth, with those on one device, and with those of the other framework.
-
-    ``cotangents``: names of the cotangents that the gradients were computed from. ``whole``: for each contestant, its results and
-    gradients as global arrays. ``truths``: a cache, to which a new truth is added. The returned VariantResult lacks ``seconds``
-    and ``peak_bytes``.
-    """
+    """Compare the arrays of a contestant with the truth, with those on one device, and with those of the other framework.
+    ``whole``: global results and gradients. ``truths``: a cache, to which a new truth is added. The VariantResult lacks
+    ``seconds`` and ``peak_bytes``."""
     oracle = ORACLES[one.variant.oracle]
     inputs = oracle.inputs(one.case)
     key = one.variant.oracle, one.case, cotangents

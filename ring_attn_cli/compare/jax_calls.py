@@ -106,10 +106,7 @@ WEIGHTS = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
 
 
 def _loaded(module: Any, arrays: Arrays) -> tuple[Any, Arrays]:
-    """Return a copy of ``module`` with its weights from ``arrays``, and a dict of the arrays that are not its weights.
-
-    The weights in ``arrays`` have the names that ``to_numpy`` gives them.
-    """
+    """Return a copy of ``module`` with its weights, named as by ``to_numpy``, from ``arrays``, and the other arrays."""
     graph, state = nnx.split(module, nnx.Param)
     others, flat = dict(arrays), []
     for path, p in nnx.to_flat_state(state):

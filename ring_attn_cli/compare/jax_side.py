@@ -25,10 +25,8 @@ CAST = {"q", "k", "v", "x"}
 
 
 class JaxCall(NamedTuple):
-    """Inputs for building a variant's function. It runs inside a shard_map over the mesh axis ``axis_name``.
-
-    ``user``: a user's own function as ``module:function``, or None.
-    """
+    """Inputs for building a variant's function, which runs inside a shard_map over the mesh axis ``axis_name``.
+    ``user``: a user's own function as ``module:function``, or None."""
 
     case: Case
     plan: RingPlan
@@ -37,10 +35,7 @@ class JaxCall(NamedTuple):
 
 
 def work(parent: Parent, rank: int, settings: WorkerSettings) -> None:
-    """Report this process's devices, then execute each ``Order`` of the parent for all ranks, until the pipe closes.
-
-    If there are fewer GPUs than ranks, stop after the report; the parent then raises ValueError.
-    """
+    """Report this process's devices, then execute each ``Order`` for all ranks; stop after the report if GPUs are too few."""
     if settings.device == "cpu":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", settings.most)
@@ -58,20 +53,14 @@ def work(parent: Parent, rank: int, settings: WorkerSettings) -> None:
 
 
 class JaxWorker:
-    """An executor of orders for all ranks. ``prepare`` compiles and runs a call; the other methods act on the prepared call.
-
-    ``serve`` calls the method that ``Order.kind`` names.
-    """
+    """An executor of orders for all ranks. ``prepare`` compiles and runs a call; the other methods act on it."""
 
     def __init__(self, devices: list[Any]) -> None:
         self._devices = devices
         self._known: dict[Any, Callable[[], dict[str, jax.Array]]] = {}
 
     def prepare(self, order: Order, inputs: GlobalArrays | None = None) -> Outcome:
-        """Compile the order's call, run forward and backward once, and return the results and gradients of all ranks.
-
-        ``inputs``: the global inputs. If None, the oracle ``ORACLES[order.oracle]`` (``oracles.py``) draws them.
-        """
+        """Compile the call, run it once, and return results and gradients of all ranks. The oracle draws missing ``inputs``."""
         oracle, case, plan = ORACLES[order.oracle], order.case, order.case.plan(order.ranks)
         inputs = inputs or oracle.inputs(case)
         function = resolve(order.call)(JaxCall(case, plan, "seq", order.user))
@@ -121,11 +110,7 @@ class JaxWorker:
         return time.perf_counter() - began
 
     def memory(self, order: Order) -> int | None:
-        """Return the peak memory of one run in bytes, or None if the system does not report it.
-
-        On a CPU, subtract the memory held before the run. On GPUs, return the peak of the process so far, summed over the ring's
-        devices.
-        """
+        """Return the peak bytes of one run above those held before; on GPUs, of the process so far, summed over devices."""
         if self._devices[0].platform != "cpu":
             self._known[order.key]()
             return sum(int((device.memory_stats() or {}).get("peak_bytes_in_use", 0)) for device in self._devices[: order.ranks])

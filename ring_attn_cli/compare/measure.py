@@ -19,13 +19,9 @@ STATE = "lse", "dsinks", "loss"
 
 @dataclass(frozen=True)
 class Quantity:
-    """The error of one result array, ``got``, against the ``exact`` array.
-
-    ``relative``: ||got - exact|| / ||exact||, from :func:`tolerance.relative_error`; ``bound``: its largest allowed value.
-    ``largest``: max |got - exact|. ``ulps``: the largest |got - exact| in units in the last place, see :func:`largest_ulps`.
-    ``from_one_device``, ``from_other_framework``: the relative difference from the same array computed on one device, or in the
-    other framework. Each is 0.0 if both arrays are bitwise equal, and None if the other array is missing.
-    """
+    """The error of one result array, ``got``, against the ``exact`` array; ``bound`` is the largest allowed ``relative``.
+    ``largest``: max abs(got - exact). ``from_one_device``, ``from_other_framework``: relative difference from the same array
+    there; 0.0 if both are bitwise equal, None if it is missing."""
 
     name: str
     relative: float
@@ -43,10 +39,7 @@ class Quantity:
 def quantities(
     got: Mapping[str, np.ndarray], exact: Mapping[str, np.ndarray], bounds: Mapping[str, float], dtype: str
 ) -> list[Quantity]:
-    """Return one Quantity for each array in both ``got`` and ``exact``.
-
-    An array of ``exact`` may cover only the leading rows and heads; then compare only this part of ``got``.
-    """
+    """Return a Quantity for each array in both; ``exact`` may cover only leading rows and heads, and only these are compared."""
     found = []
     for name, truth in exact.items():
         if name in got:
@@ -69,11 +62,9 @@ def largest_difference(got: np.ndarray, exact: np.ndarray) -> float:
 
 
 def largest_ulps(got: np.ndarray, exact: np.ndarray, dtype: str) -> float:
-    """Return the largest |got - exact| / ulp, with the ulp of the exact entry in ``dtype``.
-
-    An entry smaller than the root mean square of all entries uses the ulp of the root mean square, because cancellation can leave
-    a small entry with the rounding error of large terms, as in the gradient of a query that sees one key.
-    """
+    """Return the largest |got - exact| / ulp, with the ulp of the exact entry in ``dtype``, or of the root mean square if larger.
+    Cancellation can leave a small entry with the rounding error of large terms, as in the gradient of a query that sees one
+    key."""
     difference, exact = _differences(got, exact)
     fraction, least = DIGITS[dtype]
     finite = np.where(np.isfinite(exact), np.abs(exact), 0)
@@ -84,10 +75,7 @@ def largest_ulps(got: np.ndarray, exact: np.ndarray, dtype: str) -> float:
 
 
 def _differences(got: np.ndarray, exact: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the elementwise |got - exact|, and exact, both in NumPy's long double.
-
-    Two equal infinities differ by 0; any other NaN or infinity gives inf.
-    """
+    """Return |got - exact| and exact in long double; equal infinities differ by 0, any other NaN or infinity by inf."""
     got, exact = np.asarray(got, np.longdouble), np.asarray(exact, np.longdouble)
     finite = np.isfinite(got) & np.isfinite(exact)
     same = ~finite & (got == exact)
@@ -103,10 +91,7 @@ def apart(got: np.ndarray, other: np.ndarray) -> float:
 
 
 class ResidentMemory:
-    """A measurement of resident memory: how far the peak of this process exceeds the memory held at construction, in bytes.
-
-    Its method ``peak`` reads ``/proc`` on Linux, and returns None if that is not possible.
-    """
+    """The resident bytes of this process at its peak beyond those at construction; ``peak`` is None without ``/proc``."""
 
     def __init__(self) -> None:
         try:

@@ -26,10 +26,8 @@ VOCAB, DEPTH = 61, 2
 @dataclass(frozen=True)
 class GlobalArrays:
     """Global arrays in the natural order of tokens, by the argument names of a variant's function.
-
-    ``leaves``: names of the differentiated arrays; the gradient of x is named dx. ``cotangents``: the cotangent of each result,
-    under the name of the result, such as "out".
-    """
+    ``leaves``: names of the differentiated arrays; the gradient of x is named dx. ``cotangents``: by the name of the result, such
+    as "out"."""
 
     arrays: Arrays
     leaves: tuple[str, ...]
@@ -39,9 +37,7 @@ class GlobalArrays:
 @dataclass(frozen=True)
 class Truth:
     """Exact results, results of a plain computation in the case's dtype, and bounds of the relative error, as dicts by name.
-
-    The exact results are computed in float64, or in NumPy's long double for attention of float64 inputs.
-    """
+    Exact is float64, or NumPy's long double for attention of float64 inputs."""
 
     exact: Arrays
     plain: Arrays
@@ -53,14 +49,8 @@ class Truth:
 @dataclass(frozen=True)
 class Oracle:
     """The inputs and the exact results of one kind of call, such as attention or a layer.
-
-    ``inputs(case)`` draws the inputs and the cotangents of the results. ``truth(case, inputs, cotangents)`` computes results and
-    gradients; a result without an entry in ``cotangents`` has the cotangent 0.
-
-    ``sharded``: names of the inputs, results and gradients that are cut along dim 1: each rank holds its own tokens, in the order
-    of the layout. All other inputs and results are replicated. The gradient of a replicated input is the sum of the partial
-    gradients on all ranks. ``paddings``: by input, the value that fills its padding; 0 for other inputs.
-    """
+    ``sharded``: names cut along dim 1 in the layout's order; others are replicated, and their gradient is the sum over ranks. A
+    result without a cotangent has 0. ``paddings``: the value of an input's padding, else 0."""
 
     inputs: Callable[[Case], GlobalArrays]
     truth: Callable[[Case, GlobalArrays, Collection[str]], Truth]
@@ -105,11 +95,9 @@ def _attention_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[st
 
 
 def first_heads(case: Case, inputs: GlobalArrays, cotangents: Collection[str], whole: bool = False) -> Arrays:
-    """Return the inputs of attention and the cotangents dout and dlse, under the argument names of the reference's ``exact``.
-
-    If ``whole``, keep all rows and heads; else keep batch row 0, key head 0 and the query heads that read it. ``cotangents``:
-    names of the results whose cotangents count. Without "out" dout is 0, and without "lse" dlse is 0.
-    """
+    """Return the inputs and cotangents dout and dlse of attention, under the argument names of the reference's ``exact``.
+    Unless ``whole``, keep batch row 0, key head 0 and its query heads. dout or dlse is 0 if its result is not in
+    ``cotangents``."""
     dout, dlse = (x if name in cotangents else np.zeros_like(x) for name, x in inputs.cotangents.items())
     arrays = inputs.arrays | {"dout": dout, "dlse": dlse}
     if whole:

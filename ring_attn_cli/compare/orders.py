@@ -22,11 +22,8 @@ from .cases import Arrays, Case
 @dataclass(frozen=True)
 class Order:
     """A request to the processes of a framework.
-
-    ``kind``: "prepare" builds the call and runs it once; "time", "memory" and "forget" act on the prepared call. ``call``: the
-    ``module:function`` that builds the variant's function. ``user``: the ``module:function`` of a user's own function, or None.
-    ``oracle``: the key in ``ORACLES`` of the oracle that draws the inputs.
-    """
+    ``kind``: "prepare" builds the ``call`` (``module:function``) and runs it once; "time", "memory" and "forget" act on it.
+    ``user``: a user's own ``module:function``. ``oracle``: the key in ``ORACLES`` for the inputs."""
 
     kind: str
     call: str
@@ -44,10 +41,8 @@ class Order:
 @dataclass(frozen=True)
 class Outcome:
     """The results and gradients of a run.
-
-    ``shards``: for each name, a list of the ranks' arrays in rank order, or of one array if it is replicated or already summed.
-    ``cotangents``: names of the cotangents that the gradients were computed from.
-    """
+    ``shards``: arrays by rank, or one array if replicated or summed. ``cotangents``: names of the cotangents that the gradients
+    were computed from."""
 
     shards: dict[str, list[np.ndarray]]
     cotangents: frozenset[str]
@@ -56,10 +51,8 @@ class Outcome:
 @dataclass(frozen=True)
 class WorkerSettings:
     """The settings that each process receives at its start.
-
-    ``rings``: all ring sizes that will run. ``patience``: timeout in seconds. ``store``: path of the file through which PyTorch's
-    ranks find each other. ``folder``: the working folder of the command, from which a user's function is imported.
-    """
+    ``rings``: all ring sizes. ``patience``: seconds. ``store``: file by which PyTorch's ranks meet. ``folder``: from which a
+    user's function is imported."""
 
     rings: tuple[int, ...]
     device: str
@@ -79,11 +72,9 @@ def resolve(call: str) -> Callable[..., Any]:
 
 
 def serve(parent: Parent, rank: int, side: Any, patience: float) -> None:
-    """Execute the parent's orders until the pipe closes: for each, call the method of ``side`` that ``Order.kind`` names.
-
-    Report "done" with (rank, the method's result), or "mistake" with (rank, the error in words). If one order takes longer than
-    ``0.8 * patience`` seconds, print a traceback to the log before the parent gives up; :func:`where_at` reads it there.
-    """
+    """Execute each order by the method of ``side`` that ``Order.kind`` names, until the pipe closes.
+    Report "done" with (rank, result) or "mistake" with (rank, words). After ``0.8 * patience`` seconds in one order, print a
+    traceback to the log for :func:`where_at`."""
     while True:
         try:
             order = parent.recv()
@@ -101,11 +92,7 @@ def serve(parent: Parent, rank: int, side: Any, patience: float) -> None:
 
 
 def where_at(log: str) -> str | None:
-    """Return the line of code at which the main thread was, such as "file.py, line 3 in function".
-
-    The line comes from the traceback that :func:`serve` printed to ``log``, the text of a process's log. Return None if the text
-    holds no such traceback.
-    """
+    """Return the main thread's line of code, such as "file.py, line 3 in function", from the log that :func:`serve` wrote."""
     *_, dump = log.rpartition("Timeout (")
     threads = dump.split("most recent call first):")  # the main thread comes last
     found = re.search(r'File "(.*)", line (\d+) in (\S+)', threads[-1]) if len(threads) > 1 else None
@@ -117,10 +104,7 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED", "can't allocate memory", "CUDA out of memo
 
 
 def in_words(error: BaseException) -> str:
-    """Return an error as a text for the user: the message of a ValueError; the type and the first line of any other error.
-
-    If memory ran out, the text names the options to lower.
-    """
+    """Return the message of a ValueError, else the type and first line; if memory ran out, also the options to lower."""
     text = str(error).strip() or "without a word"
     if isinstance(error, MemoryError) or any(sign in text for sign in OUT_OF_MEMORY):
         return f"there is not enough memory ({text.partition(chr(10))[0]}): lower --batch, --length, --heads or --head-dim"
@@ -146,10 +130,7 @@ def cut(x: np.ndarray, plan: RingPlan, pad: Any = 0) -> list[np.ndarray]:
 
 
 def joined(outcome: Mapping[str, list[np.ndarray]], sharded: frozenset[str], plan: RingPlan) -> Arrays:
-    """Return global arrays in natural order without padding.
-
-    Concatenate the arrays named in ``sharded``. Sum the other gradients over the ranks. Take rank 0's copy of other results.
-    """
+    """Return global arrays in natural order: shards concatenated, other gradients summed over ranks, other results of rank 0."""
     order = np.argsort([position for rank in range(plan.ranks) for position in plan.positions(rank)])[: plan.length]
     whole = {}
     for name, shards in outcome.items():

@@ -24,11 +24,7 @@ def check(path: Path) -> None:
 
 
 def save(comparison: Comparison, path: Path) -> None:
-    """Save the plot to ``path``: a bar for each result, or lines if an argument takes several values.
-
-    The x axis of the lines is ``Sweep.axis``, the argument with the most values. There is one line for each variant, framework
-    and combination of the other arguments' values.
-    """
+    """Save the plot: a bar for each result, or lines over ``Sweep.axis`` if an argument takes several values."""
     from matplotlib.figure import Figure
 
     check(path)

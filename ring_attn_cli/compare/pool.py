@@ -27,13 +27,8 @@ class VariantError(ValueError):
 
 class Pool:
     """A context manager that starts the worker processes of each framework and ends them on exit.
-
-    The methods send an :class:`Order` to the processes: a request about one call, which is a variant's function applied to a
-    case. ``kinds``: the kind of device, such as "cpu" or the name of a GPU, by framework.
-
-    Raise ValueError if the largest ring has more ranks than there are devices. Raise :class:`processes.Failure` if a process
-    dies or does not answer within ``patience`` seconds.
-    """
+    Its methods send an :class:`Order` about one call, a variant's function applied to a case. ``kinds``: by framework, "cpu" or
+    the name of a GPU."""
 
     def __init__(self, frameworks: tuple[str, ...], rings: tuple[int, ...], device: str, patience: float) -> None:
         self._patience = patience
@@ -61,10 +56,7 @@ class Pool:
         self._crews.__exit__(*error)
 
     def prepare(self, framework: str, order: Order) -> Outcome:
-        """Build the call of ``order`` on each rank, run it once, and return the results and gradients of all ranks.
-
-        Raise VariantError if the call fails.
-        """
+        """Build the call of ``order`` on each rank, run it once, and return the results and gradients of all ranks."""
         answers: list[Outcome] = self._ask(framework, order)
         shards = {name: [shard for answer in answers for shard in answer.shards.get(name, [])] for name in answers[0].shards}
         return Outcome(shards, answers[0].cotangents)
@@ -74,10 +66,8 @@ class Pool:
         return max(self._ask(framework, order))
 
     def peak_bytes(self, framework: str, order: Order) -> int | None:
-        """Return the peak memory of one run of the prepared call in bytes, summed over ranks; None if a rank cannot measure it.
-
-        Memory held before the run does not count. On GPUs, however, JAX reports only the peak of its process so far.
-        """
+        """Return the peak memory of one run in bytes, summed over ranks; None if a rank cannot measure it.
+        Memory held before does not count, but on GPUs JAX reports only the peak of its process so far."""
         peaks = self._ask(framework, order)
         return None if None in peaks else sum(peaks)
 
@@ -129,12 +119,8 @@ class Pool:
         return self._kept.pop(TITLES[framework], [])
 
     def _check_patience(self, framework: str, silent: list[int], waited: float, patience: float) -> None:
-        """Raise Failure if ``waited``, the time since the wait for answers began, exceeds ``patience``; both are in seconds.
-
-        ``silent``: the ranks that have not answered yet. The message names these ranks. If a rank's log has a traceback, the
-        message adds the line of code that the rank is executing. If the framework runs in one process, the message names the
-        framework instead of ranks.
-        """
+        """Raise Failure if ``waited`` seconds exceed ``patience``, naming the ``silent`` ranks and the line that each executes.
+        If the framework runs in one process, name the framework instead of ranks."""
         if waited <= patience:
             return
         title, several = TITLES[framework], self._processes[framework] > 1

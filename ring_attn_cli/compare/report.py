@@ -108,10 +108,7 @@ MOST = 8
 
 
 def shown(quantities: tuple[Quantity, ...]) -> list[Quantity]:
-    """Return the arrays of a result to show: all of them if there are at most ``MOST``.
-
-    Otherwise leave out the gradients that are within their bounds, except the gradient with the largest error / bound.
-    """
+    """Return all quantities up to ``MOST``; of more, leave out gradients within bounds except the largest error / bound."""
     if len(quantities) <= MOST:
         return list(quantities)
     worst = max((each for each in quantities if each.name.startswith("d")), key=lambda each: each.relative / each.bound)

@@ -20,12 +20,9 @@ SWEPT = "length", "heads", "head_dim", "dtype", "layout", "backend"
 
 @dataclass(frozen=True)
 class Sweep:
-    """The checked request of a comparison. ``cases``: one for each combination of values of the arguments named in ``SWEPT``.
-
-    ``named``: the variants as the user named them. ``axis``: the argument with the most values, "ranks" or a name in ``SWEPT``;
-    in a tie "ranks" wins, then the earlier name in ``SWEPT``. If no argument has two values, ``axis`` is "". ``patience``:
-    timeout in seconds.
-    """
+    """The checked request of a comparison. ``cases``: one for each combination of values of the arguments in ``SWEPT``.
+    ``axis``: the argument with the most values; in a tie "ranks", then the earlier in ``SWEPT``; "" if none has two.
+    ``patience``: seconds."""
 
     variants: tuple[Variant, ...]
     named: tuple[str, ...]
@@ -43,12 +40,8 @@ class Sweep:
 
 
 def sweep_of(names: Sequence[str], ranks: Any, framework: str, repeats: int, patience: float, **arguments: Any) -> Sweep:
-    """Check a request for a comparison and return its sweep.
-
-    ``names``: the variants, see :func:`chosen`. ``ranks``: one ring size or several. ``framework``: "jax", "torch" or
-    "jax,torch". ``arguments``: fields of ``Case``; those in ``SWEPT`` take one value or several. Raise ValueError if a name is
-    unknown, a number is out of its range, or ``Case`` rejects a value. A variant may still refuse a case later.
-    """
+    """Check a request and return its sweep.
+    ``arguments``: fields of ``Case``; those in ``SWEPT`` take one value or several. A variant may still refuse a case later."""
     variants = chosen(tuple(names))
     known = {field.name for field in fields(Case)}
     for name in arguments:

@@ -37,10 +37,7 @@ def ring(call: TorchCall) -> Function:
 
 
 def vendor(call: TorchCall) -> Function:
-    """Return the function that runs ring_attention with a vendor's kernels.
-
-    Its results have no lse, because these kernels do not differentiate lse.
-    """
+    """Return a call with a vendor's kernels, without lse among its results, because these kernels do not differentiate lse."""
     return lambda arrays: {"out": ring_attention(**arrays, **options(call), group=call.group)}
 
 
@@ -132,11 +129,7 @@ def user(call: TorchCall) -> Function:
 
 
 def sdpa(call: TorchCall) -> Function:
-    """Return the call of torch's scaled_dot_product_attention on one device.
-
-    The call passes a causal or full mask as ``is_causal``. If the mask is another one, or the case has extents or a key_mask,
-    the call passes a dense mask instead.
-    """
+    """Return the call of torch's scaled_dot_product_attention on one device, with ``is_causal`` or else a dense mask."""
     case = call.case
     band, where = case.band, torch.arange(case.length, device=call.device)
     lag = where[:, None] - where
@@ -197,11 +190,7 @@ def ring_flash_attn(call: TorchCall) -> Function:
 
 
 def ring_attention_pytorch(call: TorchCall) -> Function:
-    """Return the call of the package ring-attention-pytorch.
-
-    On several ranks the call uses the package's ring, which is striped if the mask is causal. The package takes no process
-    group, so the ring is in the default group.
-    """
+    """Return the call of the package ring-attention-pytorch; its ring is striped if causal, and in the default group."""
     from ring_attention_pytorch import ring_flash_attn as attend  # pyright: ignore[reportMissingImports]
 
     causal, ranks = call.case.mask == "causal", call.plan.ranks

@@ -46,10 +46,7 @@ class ReadyVariant(NamedTuple):
 
 
 def work(parent: Parent, rank: int, settings: WorkerSettings) -> None:
-    """Report this process's devices, then execute each ``Order`` of the parent as rank ``rank``, until the pipe closes.
-
-    If there are fewer GPUs than ranks in the largest ring, stop after the report; the parent then raises ValueError.
-    """
+    """Report this process's devices, then execute each ``Order`` as one rank; stop after the report if GPUs are too few."""
     devices, kind = settings.most, "cpu"
     if settings.device == "gpu":
         devices = torch.cuda.device_count()
@@ -68,22 +65,16 @@ def work(parent: Parent, rank: int, settings: WorkerSettings) -> None:
 
 
 class TorchWorker:
-    """The calls of one rank. ``prepare`` builds and runs a call; the other methods act on the prepared call.
-
-    ``groups``: process groups, by number of ranks. ``cores``: number of CPU cores that the ranks share, 0 for all that
-    this process may use.
-    """
+    """The calls of one rank; ``prepare`` builds and runs a call, on which the other methods act.
+    ``groups``: process groups by ranks. ``cores``: CPU cores that the ranks share, 0 for all that this process may use."""
 
     def __init__(self, rank: int, groups: dict[int, Any], device: torch.device, cores: int = 0) -> None:
         self._rank, self._groups, self._device, self._cores = rank, groups, device, cores or _cores()
         self._known: dict[Any, ReadyVariant] = {}
 
     def prepare(self, order: Order, inputs: GlobalArrays | None = None) -> Outcome:
-        """Build the order's call, run forward and backward once, and return this rank's results and gradients.
-
-        Only rank 0 returns replicated results. ``inputs``: the global inputs. If None, the oracle ``ORACLES[order.oracle]``
-        (``oracles.py``) draws them.
-        """
+        """Build the call, run it once, and return this rank's results and gradients; only rank 0 returns replicated results.
+        ``inputs``: the global inputs; None: those that the oracle draws."""
         oracle, plan = ORACLES[order.oracle], order.case.plan(order.ranks)
         inputs = inputs or oracle.inputs(order.case)
         self._share_cores(order.ranks)

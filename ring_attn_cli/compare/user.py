@@ -55,11 +55,7 @@ def _hidden(found: ModuleType, module: str) -> str:
 
 def taken(function: Callable[..., Any], text: str, offered: Offered, case: Case) -> Offered:
     """Return the ``offered`` arguments that the function takes besides q, k and v.
-
-    ``text``: the function's name, for messages. Raise ValueError if the function's signature cannot be read, or if the function
-    takes fewer than three arguments by position, requires an argument that is not offered, or does not take an argument that
-    the case uses.
-    """
+    ``text``: the function's name, for messages."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
@@ -88,10 +84,7 @@ def taken(function: Callable[..., Any], text: str, offered: Offered, case: Case)
 
 
 def check_length(text: str, arguments: Offered, case: Case, held: int) -> None:
-    """Raise ValueError if the shards contain padding but the function takes no ``length``.
-
-    ``held``: the number of tokens in all shards, padding included.
-    """
+    """Raise ValueError if the shards, ``held`` tokens in all, contain padding but the function takes no ``length``."""
     if held != case.length and "length" not in arguments:
         raise ValueError(
             f"{text} takes no length, and {case.length} tokens are padded to {held} in {case.layout}: pass a --length that "
@@ -100,11 +93,7 @@ def check_length(text: str, arguments: Offered, case: Case, held: int) -> None:
 
 
 def called(function: Callable[..., Any], text: str, arrays: Offered, arguments: Offered) -> dict[str, Any]:
-    """Call the function on the shards q, k, v and return {"out": ...}, with "lse" if it returns one.
-
-    Raise ValueError if the function raises an error, if out is missing, or if a result has another shape than expected, is not
-    an array, or is a NumPy array.
-    """
+    """Call the function on the shards q, k, v and return {"out": ...}, with "lse" if it returns one."""
     q, k, v = (arrays[name] for name in "qkv")
     try:
         value = function(q, k, v, **arguments)

@@ -27,13 +27,9 @@ Objection = Callable[[Case, str, int], str | None]
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """One function that can be compared.
-
-    ``calls``: the call of each framework. ``says``: a description. ``oracle``: the oracle's key in ``ORACLES``. ``changes``:
-    values that replace fields of a case, such as the only layout that the variant supports. ``needs``: by framework, the
-    module that the call imports and the module's pip package. ``user``: ``module:function`` of a user's own function, else
-    None. ``pair``: if variants of two frameworks have the same ``pair``, their results are compared with each other.
-    """
+    """One function that can be compared; ``user``: its ``module:function`` if it is the user's own.
+    ``calls``: by framework. ``oracle``: key in ``ORACLES``. ``changes``: values that replace fields of a case. ``needs``: by
+    framework, the imported module and its pip package. ``pair``: equal names are compared across frameworks."""
 
     name: str
     calls: dict[str, str]
@@ -87,10 +83,7 @@ def _objection(make: Callable[[], object]) -> str | None:
 
 
 def _backend(case: Case, framework: str, ranks: int) -> str | None:
-    """Return the library's error message if the case's backend cannot run the case on a CPU, else None.
-
-    If the case runs on a GPU, always return None: the library raises such an error when the variant runs.
-    """
+    """Return the library's error if the case's backend cannot run on a CPU, else None; on a GPU the variant itself raises it."""
     if case.device == "gpu":
         return None
     from ring_attn_core.kernels.backends import select
@@ -198,10 +191,7 @@ ALL = "all"
 
 
 def chosen(names: tuple[str, ...]) -> list[Variant]:
-    """Return the variants named ``names``, without duplicates. Raise ValueError if ``names`` is empty or one is unknown.
-
-    A user's own function is named ``module:function``, or ``jax:module:function`` for one framework only.
-    """
+    """Return the variants of ``names`` without duplicates; a user's own is ``module:function`` or, for JAX, ``jax:...``."""
     if not names:
         raise ValueError(f"name what to compare: {', '.join([*VARIANTS, ALL])}, or module:function of your own")
     found: list[Variant] = []

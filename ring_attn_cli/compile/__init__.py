@@ -58,9 +58,7 @@ class Report(NamedTuple):
 
 def attention_of(model: str) -> ModelAttention:
     """Return the attention of ``model``: a published name, a config.json of this library or of Hugging Face, a train TOML.
-
-    Only heads, softcap and sinks are read from a Hugging Face config. Raise ValueError if the file is none of these.
-    """
+    Only heads, softcap and sinks are read from a Hugging Face config."""
     from ..plan.memory import config_of
 
     if model.endswith(".toml"):
@@ -90,10 +88,7 @@ def attention_of(model: str) -> ModelAttention:
 
 
 def problems(attention: ModelAttention, gpu: str, ranks: int, layout: str, strategy: str) -> Iterator[Problem]:
-    """Yield the problems whose kernels serve every length and batch: on a ring, one with padding and one without.
-
-    Raise ValueError if ``gpu`` is not an architecture such as "sm_90", or if the attention does not fit the other arguments.
-    """
+    """Yield the problems whose kernels serve every length and batch: on a ring, one with padding and one without."""
     from ring_attn_core.plan.balanced import balanced_layout
     from ring_attn_core.problem.checks import OptionalArray
     from ring_attn_core.problem.options import Options

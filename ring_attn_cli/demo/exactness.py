@@ -36,10 +36,7 @@ CLOSE = 1e-6
 
 
 class DemoInputs(NamedTuple):
-    """q and dout [1 s h d], k and v [1 s g d] and dlse [1 s h]: float32 global sequences in natural order.
-
-    ``dout`` and ``dlse`` are the cotangents of out and lse; s tokens, h query heads, g key heads, head dim d.
-    """
+    """q and dout [1 s h d], k and v [1 s g d], dlse [1 s h]: float32 global sequences in natural order."""
 
     q: np.ndarray
     k: np.ndarray
@@ -60,21 +57,15 @@ class DemoResult(NamedTuple):
 
     @classmethod
     def of(cls, order: Order, outcomes: list[Outcome], began: float) -> DemoResult:
-        """Join the shards in ``outcomes``, the answers of all processes to ``order``.
-
-        ``began``: ``time.perf_counter()`` at the start of the computation.
-        """
+        """Join the shards in ``outcomes``, the answers of all processes. ``began``: ``time.perf_counter()`` at the start."""
         shards = {name: [x for outcome in outcomes for x in outcome.shards[name]] for name in COMPARED}
         whole = in_order(shards, ORACLES[order.oracle].sharded, order.case.plan(order.ranks))
         return cls(Attention(**whole), time.perf_counter() - began)
 
 
 class DemoTruth(NamedTuple):
-    """Attention of all heads or of some: ``exact`` in float64, and ``plain`` with the rounding of one device in float32.
-
-    The error of ``plain`` gives the bounds. ``seconds``: the time of both computations; if several processes share the work,
-    the time of the slowest process.
-    """
+    """Attention of some heads, ``exact`` in float64, and ``plain`` as in float32 on one device, whose error gives the bounds.
+    ``seconds``: of both computations, in the slowest process."""
 
     exact: Attention
     plain: Attention
@@ -82,11 +73,8 @@ class DemoTruth(NamedTuple):
 
 
 def inputs(tokens: int) -> DemoInputs:
-    """Return inputs for ``tokens`` bytes of text: embed each byte and its position, and project them to q, k and v.
-
-    The weights are random, from a fixed seed, and so are the cotangents. The positions give each token its own q, k and v, so
-    that a misplaced token changes the result.
-    """
+    """Return inputs for ``tokens`` bytes of text: bytes and positions, embedded and projected by random weights of a fixed seed.
+    The positions give each token its own q, k and v, so that a misplaced token changes the result."""
     rng = np.random.default_rng(0)
     width = 64
     ids = np.frombuffer(standard_library(tokens), np.uint8)
@@ -102,20 +90,14 @@ def inputs(tokens: int) -> DemoInputs:
 
 
 def orders(settings: DemoSettings, framework: str) -> dict[str, Order]:
-    """Return a request to compute attention for each name in ``PARTS``. ``framework``: "torch" or "jax".
-
-    The requests are of the class ``Order``, which ``ring-attn compare`` uses for its processes.
-    """
+    """Return a request to compute attention for each name in ``PARTS``. ``framework``: "torch" or "jax"."""
     case = Case(heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, length=settings.tokens, layout=settings.layout)
     call, rings = both("ring")[framework], zip(PARTS, (settings.ranks, 1), strict=True)
     return {part: Order("prepare", call, case, ranks, "attention") for part, ranks in rings}
 
 
 def work(report: Report, inputs: DemoInputs, mask: Band, kv_head: int) -> None:
-    """Compute the attention of one key head and its query heads in this process, and report it as a ``DemoTruth``.
-
-    It is computed twice: exactly, in float64, and plainly, with the rounding of float32 on one device.
-    """
+    """Compute one key head's attention exactly, in float64, and plainly, in float32, and report it as a ``DemoTruth``."""
     began = time.perf_counter()
     q, k, v, dout, dlse = (np.split(x, KV_HEADS, 2)[kv_head] for x in inputs)
     exact = oracle.exact(q, k, v, mask, dout, dlse)
@@ -131,11 +113,8 @@ def joined(parts: Mapping[int, DemoTruth]) -> DemoTruth:
 
 
 class CheckRow(NamedTuple):
-    """The checks of one array computed over the ring, such as dq. Each check bounds a relative difference.
-
-    ``exact``: the difference from the exact result, by framework. ``one_device``: the difference from the same framework's result
-    on one device, by framework. ``frameworks``: the difference between the two frameworks' rings; None if only one framework ran.
-    """
+    """The relative differences of one array of the ring, such as dq: by framework, from ``exact`` and from ``one_device``.
+    ``frameworks``: the difference between the two rings; None if only one framework ran."""
 
     name: str
     exact: dict[str, Check]

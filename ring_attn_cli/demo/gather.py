@@ -16,11 +16,7 @@ from .settings import MASK, DemoSettings
 
 
 def gather(settings: DemoSettings, frameworks: list[str], console: Console) -> Gathered:
-    """Run the demo and return all its results. Print the table of attention's errors as soon as all of them are known.
-
-    Raise :class:`processes.Failure` if a process fails, or if no process reports for ``settings.patience`` seconds. Raise
-    ValueError if Python is installed without the source of its standard library.
-    """
+    """Run the demo and return its results. Print the table of attention's errors as soon as all of them are known."""
     gathered = Gathered(frameworks)
     with _Board(settings, console) as board, _started(settings, frameworks, board) as crews:
         for message in crews.messages():

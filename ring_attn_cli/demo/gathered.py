@@ -16,11 +16,9 @@ EXACT = "exact"
 
 @dataclass
 class Gathered:
-    """The results so far. ``truth``: exact attention, by key head. ``steps``: training steps, by framework.
-
-    ``results``: attention by part and framework; a part is a key of ``PARTS``, over the ring or on one device. ``rows``: the
-    checks of out, lse, dq, dk and dv, filled once ``truth`` and ``results`` are complete.
-    """
+    """The results so far.
+    ``truth``: exact attention, by key head. ``steps``: training steps, by framework. ``results``: by part (a key of ``PARTS``)
+    and framework. ``rows``: checks, filled once ``truth`` and ``results`` are complete."""
 
     frameworks: list[str]
     truth: dict[int, DemoTruth] = field(default_factory=dict)

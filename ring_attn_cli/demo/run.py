@@ -22,12 +22,7 @@ FRAMEWORKS = {"both": ("PyTorch", "JAX"), "torch": ("PyTorch",), "jax": ("JAX",)
 
 def run(settings: DemoSettings, framework: str = "both", out: Path = Path("demo-output")) -> int:
     """Run the demo, print its report, and write losses.png, plan.png and demo.json into ``out``.
-
-    ``framework``: "both", "jax" or "torch". Return the exit status: 1 if a bound is missed or a process fails, 130 if Ctrl-C ends
-    the run, else 0. If a process fails or Ctrl-C ends the run, no files are written. Raise ValueError, before any computation,
-    if the framework is unknown, if no requested framework is installed, if the folder ``out`` cannot be created, if a file in it
-    cannot be written, or if Python is installed without the source of its standard library.
-    """
+    Return the status: 1 if a bound is missed or a process fails, 130 on Ctrl-C, else 0. Only a complete run writes files."""
     frameworks, left_out = available(framework)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -54,10 +49,7 @@ def run(settings: DemoSettings, framework: str = "both", out: Path = Path("demo-
 
 
 def available(framework: str) -> tuple[list[str], list[str]]:
-    """Return the frameworks that will run, and a message for each requested one that is not installed.
-
-    Raise ValueError if the framework is unknown or none of the requested ones is installed.
-    """
+    """Return the frameworks that will run, and a message for each requested one that is not installed."""
     if framework not in FRAMEWORKS:
         raise ValueError(f"unknown framework {framework!r}: choose one of {', '.join(FRAMEWORKS)}")
     frameworks, left_out = [], []

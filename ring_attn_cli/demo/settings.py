@@ -18,10 +18,7 @@ QUICK: dict[str, Any] = {"tokens": 2048, "steps": 3}
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """The settings of the demo. ``tokens``: tokens of each sequence. ``steps``: training steps.
-
-    Raise ValueError if the layout is unknown or a number is out of its range.
-    """
+    """The settings of the demo. ``tokens``: tokens of each sequence. ``steps``: training steps."""
 
     ranks: int = 4
     tokens: int = 8192
@@ -52,8 +49,5 @@ class DemoSettings:
 
     @property
     def patience(self) -> float:
-        """Return the timeout: the demo fails if no process sends a message for this number of seconds.
-
-        Above 16,384 tokens the timeout grows with the square of the number of tokens, like the time of attention.
-        """
+        """Return the seconds without a message after which the demo fails; above 16,384 tokens they grow with the square."""
         return 300 * max(1.0, (self.tokens / 16384) ** 2)

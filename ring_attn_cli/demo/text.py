@@ -9,10 +9,7 @@ VOCAB = 256
 
 
 def standard_library(length: int) -> bytes:
-    """Return the first ``length`` bytes of the standard library's top-level modules, in order of their names.
-
-    Repeat the text if it is too short. Raise ValueError if Python is installed without these sources.
-    """
+    """Return the first bytes of the standard library's top-level modules by name, repeated if they are too short."""
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
     for path in sorted(folder.glob("*.py")):

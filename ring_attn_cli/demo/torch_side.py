@@ -20,10 +20,7 @@ from .settings import DemoSettings
 
 
 def work(report: Report, rank: int, settings: DemoSettings, inputs: DemoInputs, store: str) -> None:
-    """Compute the demo's attention calls and its training as one rank; rank 0 reports for all.
-
-    ``store``: path of the file through which the ranks find each other.
-    """
+    """Compute the demo's attention and training as one rank; rank 0 reports. ``store``: file by which the ranks meet."""
     tell = report if rank == 0 else lambda kind, data: None
     with member(CPU, rank, settings.ranks, store, settings.patience):
         world: Any = dist.group.WORLD

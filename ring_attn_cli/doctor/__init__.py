@@ -22,11 +22,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class BackendFitness:
     """One backend's fitness for a problem.
-
-    ``objection``: why the backend cannot solve the problem, or None. ``drawback``: why "auto" never takes the backend, or None.
-    ``taken``: the passes, "forward" or "backward" or both, for which "auto" takes the backend. ``left``: why "auto" takes another
-    backend for the backward, if it takes this backend for the forward only; else None.
-    """
+    ``objection``: why it cannot solve it. ``drawback``: why "auto" never takes it. ``taken``: the passes for which "auto" takes
+    it. ``left``: why "auto" takes it for the forward only."""
 
     backend: str
     objection: str | None
@@ -47,10 +44,7 @@ class BackendFitness:
 @dataclass(frozen=True)
 class Finding:
     """The state of a framework on this machine.
-
-    ``words``: lines about the framework's devices. If it is not installed or does not start, ``words`` says why and ``choices``
-    is empty.
-    """
+    ``words``: lines about its devices, or why it does not start, without ``choices``."""
 
     name: str
     words: tuple[str, ...]
@@ -65,10 +59,7 @@ def versions() -> dict[str, str]:
 
 
 def typical(dtype: str, head_dim: int, v_dim: int | None = None) -> Problem:
-    """Return the problem of one causal sequence of 4096 tokens on one rank, with 16 query heads and 4 kv heads.
-
-    Raise ValueError if the dtype or a head dim is not supported.
-    """
+    """Return the problem of one causal sequence of 4096 tokens on one rank, with 16 query heads and 4 kv heads."""
     from ring_attn_core.problem.problem import Problem
 
     q, k, v = (1, 4096, 16, head_dim), (1, 4096, 4, head_dim), (1, 4096, 4, head_dim if v_dim is None else v_dim)
@@ -78,10 +69,7 @@ def typical(dtype: str, head_dim: int, v_dim: int | None = None) -> Problem:
 
 
 def findings(problem: Problem, framework: str = "both") -> list[Finding]:
-    """Return the devices of each framework and the fitness of its backends for ``problem``.
-
-    Raise ValueError if the framework is unknown.
-    """
+    """Return the devices of each framework and the fitness of its backends for ``problem``."""
     torch, jax = ("PyTorch", "torch", _torch), ("JAX", "jax", _jax)
     frameworks = {"both": (torch, jax), "torch": (torch,), "jax": (jax,)}
     if framework not in frameworks:
@@ -115,11 +103,7 @@ def kernels_in_words(problem: Problem) -> tuple[str, ...]:
 
 
 def choices(problem: Problem) -> tuple[BackendFitness, ...]:
-    """Return each backend's fitness for the problem, in the order in which "auto" tries the backends.
-
-    The fitness says for which passes "auto" takes the backend. If the backend's kernels do not compile at run time, "auto" tries
-    the next backend.
-    """
+    """Return each backend's fitness in the order in which "auto" tries them; if kernels do not compile, it tries the next."""
     from ring_attn_core.kernels.backends import BACKENDS, select
 
     forward = select(problem)

@@ -30,11 +30,7 @@ LAUNCHES = 20
 
 
 def work(report: Report, ranks: int, gpus: bool) -> None:
-    """Measure attention and copies on the first device, then transfers between ``ranks`` devices.
-
-    Report the same ``Timings`` once for each rank. If there are too few devices, or if ``gpus`` is True and they are not GPUs,
-    report an error instead.
-    """
+    """Measure attention, copies, and transfers between ``ranks`` devices; report the same ``Timings`` once for each rank."""
     if not gpus:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", ranks)
@@ -78,10 +74,8 @@ class JaxClock:
 
     def _once(self, run: Callable[[], Any]) -> float:
         """Return the seconds of a run.
-
-        On a GPU, time one run and then ``1 + BURST`` consecutive runs. Return the difference of the two times divided by
-        ``BURST``, in which the constant cost of launching and waiting cancels.
-        """
+        On a GPU, time 1 run and ``1 + BURST`` runs: in the difference / ``BURST`` the constant cost of launching and waiting
+        cancels."""
         one = self._in_a_row(run, 1)
         return (self._in_a_row(run, 1 + BURST) - one) / BURST if self.gpus else one
 
@@ -92,11 +86,9 @@ class JaxClock:
 
 
 def attention(clock: JaxClock, device: Any, sizes: MeasuredSizes) -> dict[str, Any]:
-    """Measure attention on one device. Return ``forward``, ``backward``, ``host_forward`` and ``host_backward`` of ``Timings``.
-
-    JAX runs the backward only together with a forward. So the backward's time is the time of both passes minus the time of the
-    forward, but at least the time of the forward. ``host_backward`` is the time to launch both passes.
-    """
+    """Measure ``forward``, ``backward``, ``host_forward`` and ``host_backward`` of ``Timings`` on one device.
+    JAX runs the backward only with a forward: its time is the rest of both passes, but at least the forward's. ``host_backward``
+    is the time to launch both."""
     mesh = Mesh(np.array([device]), ("seq",))
     run = lambda q, k, v: sharded_ring_attention(q, k, v, mesh=mesh, layout="contiguous", mask=full())
     forward = jax.jit(run)
@@ -119,10 +111,7 @@ def attention(clock: JaxClock, device: Any, sizes: MeasuredSizes) -> dict[str, A
 
 
 def copies(clock: JaxClock, sizes: MeasuredSizes) -> dict[str, Any]:
-    """Measure copies in memory. Return the fields ``copy`` and ``host_copy`` of ``Timings``.
-
-    ``host_copy`` is 0, because the host launches no copies inside a compiled program.
-    """
+    """Measure ``copy`` of ``Timings``; ``host_copy`` is 0: the host launches no copies inside a compiled program."""
     copy = jax.jit(lambda x: x + jnp.uint8(1))
     moved = (sizes.copied // 4, sizes.copied)
     taken = clock.seconds(*(partial(copy, jnp.zeros(size // 2, jnp.uint8)) for size in moved))

@@ -25,11 +25,7 @@ TITLES = {"torch": "PyTorch", "jax": "JAX"}
 
 def run(framework: str, ranks: int | None, network: float, console: Console) -> None:
     """Measure this machine in one framework or both, print its records, and save them in the user's cache folder.
-
-    ``framework``: "torch", "jax", or "both" for those that are installed. ``network``: GB/s to another host. Raise ValueError if
-    an option is invalid, there are too few GPUs, the folder cannot be written, or the measured times are impossible;
-    ModuleNotFoundError if no requested framework is installed; and :class:`processes.Failure` if a process fails.
-    """
+    ``framework``: "torch", "jax", or "both" for those that are installed. ``network``: GB/s to another host."""
     if framework not in ("both", *TITLES):
         raise ValueError(f"unknown framework {framework!r}: choose one of both, {', '.join(TITLES)}")
     if not 0 < network < 1e6:
@@ -69,10 +65,7 @@ def _gpus_of_jax() -> int:
 
 
 def ranks_of(ranks: int | None, gpus: int) -> int:
-    """Return ``ranks``, the number of ranks to measure. If it is None, return ``gpus``, or ``ON_CPUS`` on a machine without GPUs.
-
-    Raise ValueError if the number is below 2, above ``processes.MOST``, or above the number of GPUs if there are any.
-    """
+    """Return ``ranks``, the number of ranks to measure, by default ``gpus``, or ``ON_CPUS`` on a machine without GPUs."""
     count = (gpus or ON_CPUS) if ranks is None else ranks
     check_count(count, "--ranks")
     if count < 2:

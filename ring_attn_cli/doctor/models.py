@@ -65,10 +65,7 @@ class Verdict:
 
 
 def run(model: str, seconds: float, console: Console, json_file: Path | None, table_file: Path | None) -> None:
-    """Try one class of transformers or all, print each verdict, and write all verdicts to the files that are not None.
-
-    Before a model is tried, raise ValueError if an argument is invalid or a file cannot be written.
-    """
+    """Try one class of transformers or all, print each verdict, and write all verdicts to the files that are not None."""
     check_installed(["torch", "transformers"])
     if not seconds > 0:
         raise ValueError(f"--seconds must be above 0, got {seconds:g}")
@@ -237,10 +234,7 @@ def _verdict(name: str) -> Verdict:
 
 def _model(name: str) -> tuple[Any, Any]:
     """Return a model in eval mode and token ids [2, TOKENS], both equal on all ranks.
-
-    The weights are large, because small weights would make all attention scores nearly equal. Raise ValueError if the model's
-    tiny config has more than ``LARGEST`` weights.
-    """
+    The weights are large, because small weights would make all attention scores nearly equal."""
     import torch
     import transformers
 
@@ -277,10 +271,8 @@ def _results(model: Any, ids: Any, after: Any = None) -> dict[str, Any]:
 
 
 def _largest_error(got: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:
-    """Return the largest relative error of an array, ||got - expected|| / ||expected||, and the name of this array.
-
-    The divisor is at least 1e-3 times the largest gradient's norm, because some gradients are nearly zero. NaN counts as inf.
-    """
+    """Return the largest ||got - expected|| / ||expected|| of an array (NaN counts as inf), and the array's name.
+    The divisor is at least 1e-3 times the largest gradient's norm, because some gradients are nearly zero."""
     import torch
 
     norms = {name: x.double().norm().item() for name, x in expected.items()}

@@ -33,10 +33,7 @@ SPARE = 60.0
 
 class Series(NamedTuple):
     """The median seconds of each run over a series of rounds, and the noise of the series.
-
-    The noise of a run is the relative difference between its median over the even rounds and its median over the odd rounds. The
-    noise of the series is the largest noise of a run.
-    """
+    The noise is the largest of a run's: the relative difference of its medians over even and over odd rounds."""
 
     noise: float
     seconds: list[float]
@@ -44,22 +41,17 @@ class Series(NamedTuple):
 
 class Repeats:
     """A timer that measures runs in a series of rounds, and in further series until one of them is quiet.
-
-    ``noise``: the greatest noise of the measurements so far; a measurement has the noise of its quietest series. ``spare``:
-    seconds left for further series; the first series of a measurement spends none of them. ``on_any_rank``: a function that
-    returns True if a flag is set on any rank, so that ranks that measure together also repeat together.
-    """
+    ``noise``: the greatest of the quietest series so far. ``spare``: seconds for further series. ``on_any_rank``: whether a flag
+    is set on any rank, so that ranks repeat together."""
 
     def __init__(self, spare: float = SPARE, now: Callable[[], float] = time.perf_counter) -> None:
         self.noise, self.spare, self.now = 0.0, spare, now
         self.on_any_rank: Callable[[bool], bool] = bool
 
     def seconds(self, runs: Sequence[Callable[[], float]]) -> list[float]:
-        """Return the median seconds of each run, from the quietest of up to ``SERIES`` series, and update ``noise``.
-
-        Each round calls every run once, so that a slow change of the clock rate affects all runs alike. Start a further series if
-        some rank has spare seconds left and all its series of this measurement were noisier than ``NOISE``.
-        """
+        """Return the median seconds of each run in the quietest of up to ``SERIES`` series, and update ``noise``.
+        Each round calls every run once, so that a slow change of the clock rate affects all alike. Series follow while some rank
+        has spare seconds and only series noisier than ``NOISE``."""
         self._warm_up(runs)
         quietest = self._series(runs)
         for _ in range(SERIES - 1):

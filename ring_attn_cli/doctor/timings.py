@@ -73,9 +73,7 @@ class Timings:
 
     def misfit(self, dim: int, backward: bool) -> float:
         """Return the largest relative difference between a measured time of attention and the line of :meth:`of_token`.
-
-        With two times, the result is 0 (except for rounding) if their line has a positive slope and an intercept of at least 0.
-        """
+        With two times it is 0 (except for rounding) if their line has a positive slope and an intercept of at least 0."""
         constant, of_key = self.of_token(dim, backward)
         times = (self.backward if backward else self.forward)[dim]
         return max(abs((constant + of_key * n) * n * self.heads / seconds - 1) for n, seconds in times)
@@ -97,10 +95,8 @@ def warning(machine: Machine) -> str | None:
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Fit a line to (size, seconds) by least squares of the relative error. Return its intercept and its slope.
-
-    The intercept is at least 0. If the time does not grow with the size, as on a busy machine, use only the largest size.
-    """
+    """Fit (size, seconds) by least squares of the relative error, and return intercept (at least 0) and slope.
+    If the time does not grow with the size, as on a busy machine, use only the largest size."""
     weights = [1 / seconds**2 for _, seconds in points]
     mean = lambda values: sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)
     x, y = mean([size for size, _ in points]), mean([seconds for _, seconds in points])
@@ -114,12 +110,9 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def record(timings: Sequence[Timings], network: float) -> Machine:
-    """Return the record of a machine from the times of its ranks. Each number is the worst value of any rank.
-
-    ``network``: bytes per second to another host, which one host cannot measure. ``forward_state`` is computed from the measured
-    speed of copies: the seconds to read and write the float32 output and log-sum-exp of one query in one head. Raise ValueError
-    if a time of attention, a transfer or a copy is not above 0, or if attention is faster than the peak of an A100, H100 or H200.
-    """
+    """Return a machine's record, each number the worst of any rank.
+    ``network``: bytes per second to another host. ``forward_state`` comes from the speed of copies: seconds to read and write a
+    query's float32 output and log-sum-exp in one head."""
     for each in timings:
         series = (*each.forward.values(), *each.backward.values(), each.link, each.collective, each.copy, each.peer)
         if not all(seconds > 0 for points in series for _, seconds in points):

@@ -37,10 +37,8 @@ SHORT = 128
 
 
 def work(report: Report, rank: int, ranks: int, gpus: bool, store: str, patience: float) -> None:
-    """Measure attention and copies while all ranks do the same, then transfers between ranks. Report this rank's ``Timings``.
-
-    ``store``: path of the file through which the ranks find each other. ``patience``: timeout of the process group in seconds.
-    """
+    """Measure attention and copies while all ranks do, then transfers, and report this rank's ``Timings``.
+    ``store``: file by which the ranks meet. ``patience``: timeout of the process group in seconds."""
     device = device_of(rank, ranks) if gpus else CPU
     if device.type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
@@ -59,10 +57,8 @@ def work(report: Report, rank: int, ranks: int, gpus: bool, store: str, patience
 
 class Clock:
     """A timer of runs on a device.
-
-    On a GPU, CUDA events measure the time. Products of large matrices and one untimed run keep the GPU busy while the host
-    launches the timed runs. So the measured time excludes the host's launches, which :meth:`host` measures.
-    """
+    On a GPU, by CUDA events: large matrix products and an untimed run keep it busy while the host launches the timed runs, so
+    that launches do not count; :meth:`host` measures them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.repeats = device, Repeats(SPARE if device.type == "cuda" else 0.0)
@@ -145,11 +141,8 @@ def attention(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
 def _passes(
     clock: Clock, sizes: MeasuredSizes, tokens: int, dim: int, group: Any = None, strategy: str = "ring"
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return two functions: the first runs a forward of full attention on the ring ``group``, the second runs a backward.
-
-    ``group``: the ring's process group. If None, the ring has one rank; pass None only before this process joins a process group.
-    ``tokens``: number of tokens of a rank. ``dim``: head dim.
-    """
+    """Return functions that run a forward and a backward of full attention on the ring ``group``, with ``tokens`` per rank.
+    ``group=None`` means one rank; pass it only before this process joins a process group."""
     shape, dtype = (1, tokens, sizes.heads, dim), getattr(torch, sizes.dtype)
     q, k, v, dout = (torch.randn(shape, device=clock.device, dtype=dtype) for _ in range(4))
     inputs = tuple(x.requires_grad_() for x in (q, k, v))
@@ -189,10 +182,7 @@ def hop(x: torch.Tensor, group: Any) -> None:
 
 
 def contention(clock: Clock, sizes: MeasuredSizes, hop_alone: tuple[float, float]) -> dict[str, Any]:
-    """Measure attention during sends to the next rank. Return the field ``contention`` of ``Timings``.
-
-    ``hop_alone``: bytes and seconds of a send without attention beside it.
-    """
+    """Measure ``contention`` of ``Timings`` during sends. ``hop_alone``: bytes and seconds of a send without attention."""
     size, seconds = hop_alone
     group, x = dist.group.WORLD, torch.zeros(int(size), dtype=torch.uint8, device=clock.device)
     alone: Any = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
@@ -209,10 +199,7 @@ def contention(clock: Clock, sizes: MeasuredSizes, hop_alone: tuple[float, float
 
 
 def peer_copies(clock: Clock, sizes: MeasuredSizes, group: Any) -> dict[str, Any]:
-    """Measure copies from the next rank's memory, and the host's time for one step of the strategies "pull" and "push".
-
-    Return ``peer``, ``host_pull`` and ``host_push`` of ``Timings``. If GPUs cannot share memory, return only ``no_peer``.
-    """
+    """Measure ``peer``, ``host_pull`` and ``host_push`` of ``Timings``; return only ``no_peer`` if GPUs cannot share memory."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     there = Keys(torch.zeros(sizes.bytes[-1], dtype=torch.uint8, device=clock.device))
     try:

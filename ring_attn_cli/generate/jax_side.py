@@ -16,11 +16,8 @@ from .settings import GenerateSettings
 
 
 def run(settings: GenerateSettings, ids: list[int], tell: Callable[[str, Any], None]) -> None:
-    """Generate on accelerators if there are enough for all ranks, else on JAX's CPU devices.
-
-    ``ids``: the prompt's token ids. ``tell``: called with the (kind, what) of each message that ``GenerateWatch`` shows. Raise
-    ValueError if JAX has too few devices or the weights cannot be used.
-    """
+    """Generate from the prompt's ``ids`` on accelerators if there are enough for all ranks, else on JAX's CPU devices.
+    ``tell``: called with the (kind, what) of each message that ``GenerateWatch`` shows."""
     jax.config.update("jax_num_cpu_devices", settings.ranks)
     dtypes = [settings.dtype, *(settings.config.get(name) for name in ("param_dtype", "compute_dtype", "dtype", "torch_dtype"))]
     if "float64" in dtypes:

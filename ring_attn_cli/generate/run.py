@@ -23,11 +23,7 @@ PATIENCE = 1800.0
 
 
 def run(settings: GenerateSettings) -> None:
-    """Generate, and write the new text to stdout and the progress to stderr.
-
-    Raise ValueError if the prompt, the tokenizer or the weights cannot be used, :class:`processes.Failure` if a process fails,
-    and ModuleNotFoundError if a package is missing.
-    """
+    """Generate, and write the new text to stdout and the progress to stderr."""
     check_installed(NEEDS[settings.framework])
     text = Text(settings)
     with GenerateWatch(text, Console(stderr=True, highlight=False)) as watch:
@@ -87,10 +83,7 @@ class GenerateWatch:
 
 
 def speed(began: float, came: Sequence[float]) -> str:
-    """Return a text with the speed: seconds from ``began`` to the first token, and tokens/s after the first ``WARM`` tokens.
-
-    Omit the tokens/s if there are at most ``WARM`` tokens. ``came``: the arrival time of each token, in seconds.
-    """
+    """Return the seconds to the first token, and tokens/s after the first ``WARM`` tokens if there are more, in words."""
     words = f"{len(came):,} tokens, the first after {came[0] - began:,.2f} s"
     if len(came) <= WARM:
         return words

@@ -16,13 +16,9 @@ from ..processes import check_count
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings:
-    """The options of ``ring-attn generate``. Raise ValueError if one of them is invalid.
-
-    The prompt's text, ``tokenizer`` and the weights are checked later, by the functions that read them.
-
-    ``weights``: the folder of the weights. ``prompt``: the file of the prompt. ``text``: the prompt itself. ``new``: largest
-    number of new tokens. ``stop``: stop token ids; None means ``eos_token_id`` of a Hugging Face config.json, if there is one.
-    """
+    """The options of ``ring-attn generate``.
+    Text, tokenizer and weights are checked later, by the functions that read them. ``prompt``: a file. ``text``: the prompt
+    itself. ``new``: most new tokens. ``stop``: token ids; None: ``eos_token_id`` of a Hugging Face config."""
 
     weights: Path
     prompt: Path | None = None
@@ -100,10 +96,7 @@ class GenerateSettings:
         return read_json(self.weights / "config.json")
 
     def check_ids(self, ids: list[int], whose: str) -> None:
-        """Raise ValueError if an id is outside the vocabulary, before weights are loaded.
-
-        All ids pass if config.json lacks a vocabulary size. ``whose``: the source of the ids, in words for the message.
-        """
+        """Raise ValueError if an id is outside the vocabulary, if its size is known. ``whose``: the ids' source in words."""
         vocab = self.config.get("vocab_size" if self.llama else "vocab")
         if isinstance(vocab, int):
             check_ids(ids, vocab, f"{whose} holds")

@@ -13,12 +13,8 @@ BYTES = 256
 
 
 class Text:
-    """The prompt's token ids in ``ids``, and an incremental decoder of the new ids.
-
-    The tokenizer is that of ``--tokenizer``, or else the tokenizer.json beside the weights; without either, ids are bytes.
-    Special tokens, such as a beginning of sequence, are added only for folders in Hugging Face's format, because ``ring-attn
-    train`` trains without them.
-    """
+    """The prompt's token ids in ``ids``, and an incremental decoder of the new ids; without a tokenizer, ids are bytes.
+    Special tokens are added only for folders in Hugging Face's format, because ``ring-attn train`` trains without them."""
 
     def __init__(self, settings: GenerateSettings) -> None:
         beside = settings.weights / "tokenizer.json"

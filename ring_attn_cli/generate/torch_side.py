@@ -15,10 +15,7 @@ from .settings import GenerateSettings
 
 
 def work(report: Report, rank: int, settings: GenerateSettings, ids: list[int], store: str) -> None:
-    """Generate as one rank, in a process that ``ring-attn generate`` started; rank 0 reports progress and tokens.
-
-    ``ids``: the prompt's token ids. ``store``: path of the file through which the ranks find each other.
-    """
+    """Generate as one rank; rank 0 reports progress and tokens. ``store``: path of the file by which the ranks meet."""
     if dist.is_torchelastic_launched():
         report("mistake", "torchrun has started this command, which starts its own processes: run it once, with --ranks")
         return

@@ -29,10 +29,9 @@ def colour(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """One sequence cut into cells of ``block`` tokens. ``cells[c][rank]``: the tokens of cell ``c`` that ``rank`` holds, as runs.
-
-    ``length``: number of tokens without padding. ``held``: number of tokens with padding. A cell of padding alone is {}.
-    """
+    """One sequence cut into cells of ``block`` tokens.
+    ``cells[c][rank]``: the runs of cell ``c`` on ``rank``; padding is {}. ``length``: number of tokens without padding. ``held``:
+    number of tokens with padding."""
 
     cells: tuple[dict[int, tuple[Run, ...]], ...]
     block: int
@@ -55,20 +54,14 @@ class Axis:
         return cls(cells, block, length, held)
 
     def ranks(self, cell: int) -> list[int]:
-        """Return the ranks that hold tokens of a cell, [] for padding.
-
-        The list is rotated by the cell's index, so that neighbouring cells with the same ranks begin with different ones.
-        """
+        """Return the ranks of a cell, rotated by its index so that neighbouring cells with the same ranks begin differently."""
         ranks = sorted(self.cells[cell])
         first = cell % len(ranks) if ranks else 0
         return ranks[first:] + ranks[:first]
 
 
 def computed(plan: RingPlan, queries: Axis, keys: Axis, shift: int) -> list[list[int | None]]:
-    """Return for each cell [query cell][key cell] of the matrix a rank that computes pairs of this cell at ``shift``, or None.
-
-    At ``shift``, a rank computes with the keys of rank ``(rank - shift) % ranks``.
-    """
+    """Return for [query cell][key cell] a rank, or None, that computes pairs with the keys of rank ``(rank - shift) % ranks``."""
     band, lo, hi = plan.mask, plan.mask.lo, plan.mask.hi
     sources = [[(rank, (rank - shift) % plan.ranks) for rank in queries.ranks(a)] for a in range(len(queries.cells))]
 

@@ -41,10 +41,7 @@ def check(path: Path) -> None:
 
 
 def save(plan: RingPlan, path: str | Path) -> None:
-    """Write the picture of ``plan`` to ``path``, as PNG or SVG by its suffix.
-
-    Raise ValueError if the suffix is not .png or .svg, or if the file cannot be written.
-    """
+    """Write the picture of ``plan`` to ``path``, as PNG or SVG by its suffix."""
     path = Path(path)
     check(path)
     import matplotlib
@@ -56,10 +53,7 @@ def save(plan: RingPlan, path: str | Path) -> None:
 
 
 def draw(plan: RingPlan) -> Figure:
-    """Return a figure of the tokens in the colours of their ranks, a matrix for each step, and the work of each rank.
-
-    Only the first ``STEPS`` steps have a matrix.
-    """
+    """Return a figure of the tokens in ranks' colours, a matrix for each of the first ``STEPS`` steps, and each rank's work."""
     from matplotlib.figure import Figure
 
     shown = plan.shifts[:STEPS]
@@ -140,10 +134,8 @@ def _strip(axes: Axes, axis: Axis) -> None:
 
 def _take(codes: list[list[int]], step: list[list[int | None]]) -> list[list[int]]:
     """Return a matrix's colour codes after one more step. ``step``: the rank that computes each cell at this step, or None.
-
-    The code of a cell is 0 if the mask hides all its pairs, and 1 if they are computed later. If rank ``r`` computed pairs, the
-    code is ``2 + 2 * (r % 16)`` for an earlier step and ``3 + 2 * (r % 16)`` for this step.
-    """
+    0: the mask hides all pairs; 1: computed later; ``2 + 2 * (r % 16)``: by rank ``r`` earlier; ``3 + 2 * (r % 16)``: at this
+    step."""
     return [
         [code - (code > 2) * (code % 2) if rank is None else 3 + 2 * (rank % 16) for code, rank in zip(*line, strict=True)]
         for line in zip(codes, step, strict=True)
@@ -168,10 +160,7 @@ def _matrix(axes: Axes, queries: Axis, keys: Axis, codes: list[list[int]]) -> No
 
 
 def _cells(axes: Axes, x: list[float], y: list[float], codes: list[list[int]]) -> None:
-    """Draw the cells between edges ``x`` and ``y`` in the colours of ``codes`` (see ``_take``).
-
-    Each colour is one path, so that cells show no seam and an SVG stays small.
-    """
+    """Draw the cells between edges ``x`` and ``y`` by ``codes``, one path a colour: no seams, and a small SVG."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 

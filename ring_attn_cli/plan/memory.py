@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 class MemoryOptions(NamedTuple):
     """The options of ``ring-attn plan --model``.
-
-    ``model``: the path of a config.json or a model's name. ``memory``: GiB of each GPU. ``host_memory``: GiB of host memory for
-    each GPU, None for no limit. ``tokens``: tokens per GPU, None for the most that fit.
-    """
+    ``memory``, ``host_memory``: GiB per GPU. ``tokens``: per GPU, None for the most that fit."""
 
     model: str
     gpus: int
@@ -31,11 +28,7 @@ class MemoryOptions(NamedTuple):
 
 
 def answer(options: MemoryOptions) -> RenderableType:
-    """Return a rich renderable: a verdict on the tokens per GPU, and a table of the memory that they take.
-
-    The verdict is the largest number that fits or, if ``options.tokens`` is set, whether that number fits. Raise ValueError if
-    the model is unknown or an option is invalid, or if ``options.tokens`` is None and 1,024 tokens per GPU do not fit.
-    """
+    """Return a verdict, the most tokens per GPU or whether ``options.tokens`` fit, and a table of the memory that they take."""
     from rich.console import Group
     from rich.text import Text
 
@@ -61,10 +54,7 @@ def answer(options: MemoryOptions) -> RenderableType:
 
 
 def config_of(model: str) -> TransformerConfig:
-    """Return the config of ``model``: the name of a published model or, if it ends in .json, the path of a file.
-
-    The file is a config of this library or of Hugging Face. Raise ValueError if the name is unknown or the file is invalid.
-    """
+    """Return the config of ``model``: a published model's name, or the path of a .json of this library or of Hugging Face."""
     from ring_attn_core.files import read_json
     from ring_attn_core.model.config import TransformerConfig
     from ring_attn_core.model.llama import config_of

@@ -35,10 +35,7 @@ def check_used(context: typer.Context, kind: str) -> None:
 
 
 def read_words(text: str, option: str) -> list[str]:
-    """Return the words of the file at the path ``text`` or, if no such file exists, the words of ``text`` itself.
-
-    Commas and white space separate words. Raise ValueError, naming ``option``, if the file is not text in UTF-8.
-    """
+    """Return the words, between commas or white space, of the file at the path ``text`` or, without such a file, of ``text``."""
     path = Path(text)
     try:
         is_file = path.is_file()
@@ -51,10 +48,7 @@ def read_words(text: str, option: str) -> list[str]:
 
 
 def check_drawn(option: str, tokens: int, segments: int) -> None:
-    """Raise ValueError, naming ``option``, if there are more than MOST_TOKENS tokens or MOST_SEGMENTS segments.
-
-    A larger number would take long to assign to ranks and to draw.
-    """
+    """Raise ValueError above MOST_TOKENS or MOST_SEGMENTS, which would take long to assign to ranks and to draw."""
     if tokens > MOST_TOKENS or segments > MOST_SEGMENTS:
         raise ValueError(
             f"{option} draws at most {MOST_SEGMENTS:,} segments or documents of {MOST_TOKENS:,} tokens in all, got "

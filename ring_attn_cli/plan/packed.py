@@ -30,12 +30,9 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class PackedPlan(NamedTuple):
-    """Packed documents in one layout of a ring.
-
-    ``documents``: lengths of the documents in tokens. ``seq_local``: tokens per shard, padding included. ``runs``: for each rank,
-    its token positions as runs (arithmetic progressions), without padding. ``work``: for each rank, the cost of its visible
-    (query, key) pairs, and the number of keys of other ranks that it reads.
-    """
+    """Packed documents, by their lengths, in one layout of a ring.
+    ``seq_local``: tokens per shard, padding included. ``runs``, without padding, and ``work`` (cost of visible pairs, keys of
+    other ranks): by rank."""
 
     layout: str
     documents: tuple[int, ...]
@@ -76,10 +73,7 @@ class PackedPlan(NamedTuple):
 
 
 def runs_of(layout: str | BalancedLayout, length: int, ranks: int) -> tuple[int, list[tuple[Run, ...]]]:
-    """Return the number of tokens in a shard, padding included, and each rank's runs of positions, without padding.
-
-    ``length``: number of tokens on all ranks together, without padding. Raise ValueError if the layout is unknown.
-    """
+    """Return the tokens of a shard, padding included, and each rank's runs of ``length`` positions, without padding."""
     if isinstance(layout, BalancedLayout):
         return layout.seq_local, [layout.held(rank) for rank in range(ranks)]
     local = layouts.padded_local(layout, ranks, length)
@@ -88,10 +82,7 @@ def runs_of(layout: str | BalancedLayout, length: int, ranks: int) -> tuple[int,
 
 
 def read_documents(text: str) -> tuple[int, ...]:
-    """Parse ``--documents``: lengths with commas or spaces between them, or the path of a file that holds such lengths.
-
-    Raise ValueError if lengths are missing, if one is not an int of at least 1, or if there are too many (``check_drawn``).
-    """
+    """Parse ``--documents``: lengths with commas or spaces between them, or the path of a file that holds such lengths."""
     words = read_words(text, "--documents")
     try:
         documents = tuple(map(int, words))
@@ -148,12 +139,9 @@ def _under_direct(documents: tuple[int, ...], mask: Band, ranks: int) -> tuple[l
 
 
 def strips(plan: PackedPlan, width: int, what: str = "documents") -> list[Text]:
-    """Draw the positions as text lines of equal cells: the documents, below them the ranks, and a legend of the marks in use.
-
-    On the first line a cell shows the letter of the document that fills more than half of it, or "." if none does. On the second
-    line the cell shows the rank that holds most of its tokens. "/" marks padding. ``what``: the heading of the first line, a
-    plural such as "documents".
-    """
+    """Draw the positions as text lines of equal cells: the documents, below them the ranks, and a legend.
+    A cell shows the letter of the document that fills more than half of it, else ".", and the rank with most of its tokens; "/"
+    marks padding. ``what``: the heading, a plural."""
     from rich.text import Text
 
     held = plan.seq_local * len(plan.runs)
@@ -183,11 +171,7 @@ def rank_table(
     plan: PackedPlan, documents: Sequence[tuple[int, int]], what: str = "documents", sent: Sequence[int] | None = None
 ) -> Table:
     """Return a table with a row for each rank: its runs, documents, pairs, share of the mean work, and keys of other ranks.
-
-    ``documents``: for each rank, (number of documents wholly on it, number of documents with any token on it). ``what``: the
-    heading for documents. ``sent``: the number of keys that each rank sends under the strategy "direct"; None leaves out this
-    column.
-    """
+    ``documents``: for each rank, (wholly on it, with any token on it). ``sent``: keys that it sends under "direct", if shown."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -19,11 +19,7 @@ MOST_GPUS = 4096
 
 
 class PredictOptions(NamedTuple):
-    """The options of ``ring-attn plan --gpus`` and ``--machine``.
-
-    ``machine``: the name of a built-in machine record, or the path of such a record. ``heads``: query heads and key heads, as
-    ``32/8``. ``host_gpus``: number of GPUs per host.
-    """
+    """The options of ``ring-attn plan --gpus`` and ``--machine``. ``heads``: ``32/8``. ``host_gpus``: GPUs per host."""
 
     layout: str
     mask: str
@@ -36,10 +32,7 @@ class PredictOptions(NamedTuple):
 
 
 def tokens(text: str) -> int:
-    """Return a number of tokens such as ``8192`` or ``10M``; K, M and G stand for 2^10, 2^20 and 2^30.
-
-    Raise ValueError if the text is not such a number.
-    """
+    """Return a number of tokens such as ``8192`` or ``10M``; K, M and G stand for 2^10, 2^20 and 2^30."""
     found = re.fullmatch(r"\s*([+-]?\d+)\s*([kKmMgG]?)\s*", text)
     if found is None:
         raise ValueError(f"{text!r} is not a number of tokens such as 8192, 128K or 10M")
@@ -47,11 +40,7 @@ def tokens(text: str) -> int:
 
 
 def heads_of(model: str | None, heads: str | None, head_dim: int | None) -> tuple[str, int]:
-    """Return the query and key heads, as a text such as ``32/8``, and the head dimension.
-
-    With ``model`` they are the model's. Without it they are ``heads`` and ``head_dim``, by default ``32/8`` and 128. Raise
-    ValueError if the model is unknown, or if ``model`` is passed together with ``heads`` or ``head_dim``.
-    """
+    """Return the heads, as ``32/8``, and the head dimension: the model's, or those passed, by default ``32/8`` and 128."""
     if model is None:
         return "32/8" if heads is None else heads, 128 if head_dim is None else head_dim
     if heads is not None or head_dim is not None:
@@ -63,10 +52,7 @@ def heads_of(model: str | None, heads: str | None, head_dim: int | None) -> tupl
 
 
 def answer(prediction: PredictOptions) -> RenderableType:
-    """Return a rich renderable: a table of the predicted times, or the reason why no times are predicted.
-
-    Raise ValueError if the machine is unknown or an option is invalid.
-    """
+    """Return a table of the predicted times, or the reason why no times are predicted."""
     from rich.console import Group
     from rich.text import Text
 
@@ -92,10 +78,7 @@ def answer(prediction: PredictOptions) -> RenderableType:
 
 
 def machine_of(text: str) -> Machine:
-    """Return the built-in machine record named ``text``, or the record in the file at the path ``text``.
-
-    Raise ValueError if ``text`` is neither such a name nor the path of a file, or if the file does not hold a record.
-    """
+    """Return the built-in machine record named ``text``, or the record in the file at the path ``text``."""
     from ring_attn_core.files import read_bytes
     from ring_attn_core.plan.machine import BUILT_IN, Machine, built_in
 
@@ -111,10 +94,7 @@ def machine_of(text: str) -> Machine:
 
 
 def problem_of(prediction: PredictOptions, machine: Machine) -> Problem:
-    """Return the attention call to predict, as a Problem with one batch row in bfloat16.
-
-    Raise ValueError if an option cannot be parsed, or if a number of GPUs is out of its range. ``Problem.check`` checks the rest.
-    """
+    """Return the attention call to predict, with one batch row in bfloat16. ``Problem.check`` checks the rest."""
     from ring_attn_core import layouts, masks
     from ring_attn_core.problem.options import Options
     from ring_attn_core.problem.problem import Problem
@@ -168,10 +148,7 @@ def _table(problem: Problem) -> RenderableType:
 
 
 def sent(problem: Problem, strategy: Strategy) -> list[str]:
-    """Return the most GiB that any sampled rank sends in the forward and in the backward, as two texts such as "0.25".
-
-    The samples are the ranks in ``load.sample``: the first, the last, and others evenly spread between them.
-    """
+    """Return the most GiB that any rank in ``load.sample`` sends in the forward and in the backward, as texts such as "0.25"."""
     from dataclasses import replace
 
     from ring_attn_core.problem.traffic import traffic

@@ -51,9 +51,7 @@ def _strips(plan: RingPlan, width: int) -> list[Text]:
 
 def _matrices(plan: RingPlan, width: int) -> list[Table | Text]:
     """Draw a matrix of queries (down) by keys (across) for each of the first ``STEPS`` ring steps, and a legend.
-
-    Each row has four matrices: fewer if a matrix would be less than 10 columns wide, more if each stays at least 32 columns wide.
-    """
+    A row has four matrices: fewer if one would have less than 10 columns, more if each keeps at least 32."""
     from rich.table import Table
     from rich.text import Text
 

@@ -19,12 +19,8 @@ if TYPE_CHECKING:
 
 def read_tree(text: str) -> Tree:
     """Parse ``--tree``: the segments of a prefix tree in depth-first order, or the path of a file that holds them.
-
-    Commas or spaces separate segments. A segment is ``length`` or ``parent:length``, with its parent's index, or -1 for a root; a
-    suffix such as ``x16`` repeats it. Without parents, the first segment is the prompt and the later ones are its
-    completions. Raise ValueError if segments are missing, too many (``check_drawn``) or malformed, or if they are not one or
-    more trees in depth-first order.
-    """
+    A segment is ``length`` or ``parent:length``, -1 for a root; ``x16`` repeats it. Without parents, the first segment is the
+    prompt and the later ones are its completions."""
     words, parents, lengths = read_words(text, "--tree"), [], []
     found = [re.fullmatch(r"(?:(-?\d+):)?(\d+)(?:x([1-9]\d*))?", word, re.ASCII) for word in words]
     if not all(found) or not words:
@@ -42,10 +38,7 @@ def read_tree(text: str) -> Tree:
 
 
 def plan_of(layout: str, tree: Tree, ranks: int) -> PackedPlan:
-    """Return the plan of a prefix tree; its ``documents`` are the segments. Raise ValueError if the layout is unknown.
-
-    A segment sees the keys of its ancestors, so its work includes them.
-    """
+    """Return the plan of a prefix tree; its ``documents`` are the segments, whose work includes the keys of ancestors."""
     local, runs = runs_of(balanced_tree_layout(*tree, ranks) if layout == BALANCED else layout, tree.tokens, ranks)
     return PackedPlan(layout, tree.lengths, local, runs, [tree_work(tree, each) for each in runs])
 

@@ -17,10 +17,7 @@ def title(plan: RingPlan) -> str:
 
 
 def mask_in_words(band: Band) -> str:
-    """Describe a mask, such as ``full attention``, ``causal mask with offset 3`` or ``window of 1,024 before and 0 after``.
-
-    Any other band is described by an inequality, such as ``mask q_pos - k_pos <= 3``.
-    """
+    """Describe a mask, such as ``causal mask with offset 3``, by words or else by the inequality of its band."""
     if band == Band():
         return "full attention"
     if band.lo is not None and band.hi is None:
@@ -41,10 +38,7 @@ def travel_in_words(plan: RingPlan) -> str:
 
 
 def holds(runs: tuple[tuple[int, int, int, int], ...]) -> str:
-    """Return a rank's runs as Python slices of positions, without padding: ``0:512, 7680:8192``; "padding" if all are empty.
-
-    ``runs``: (base, length, start, stride) of each run, as in ``RingPlan.q_runs``. ``base``, an offset in the shard, is ignored.
-    """
+    """Return a rank's runs (base, length, start, stride) as slices of positions, such as ``0:512, 7680:8192``, or "padding"."""
     kept = [(start, start + stride * (length - 1) + 1, stride) for _, length, start, stride in runs if length]
     slices = [f"{first}:{end}" if stride == 1 else f"{first}:{end}:{stride}" for first, end, stride in kept]
     return ", ".join(slices) or "padding"

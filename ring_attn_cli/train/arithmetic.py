@@ -40,20 +40,13 @@ def peak(device: str) -> float | None:
 
 def flops_per_token(parameters: int, length: int, config: TransformerConfig, frozen: int = 0) -> float:
     """Return the FLOPs of forward and backward per token: ``6 N - 2 frozen + 7 length x heads x head_dim x layers``.
-
-    Each of the N ``parameters`` takes 2 FLOPs in the forward and 4 in the backward, but ``frozen`` of them take only 2 in the
-    backward. In each layer, causal attention takes 2 x length x heads x head_dim FLOPs in the forward, for q . k and p . v over
-    half of the pairs. In the backward, which recomputes the scores, it takes 2.5 times as many. Recomputation by activation
-    checkpointing does not count.
-    """
+    A parameter takes 2 FLOPs in the forward and 4 (frozen: 2) in the backward; causal attention 2 x length x heads x head_dim per
+    layer, and 2.5 times that in the backward, which recomputes the scores. Activation checkpointing does not count."""
     return 6 * parameters - 2 * frozen + 3.5 * 2 * length * config.heads * config.head_dim * config.depth
 
 
 def rates(optimizer: Optimizer, steps: int) -> list[float]:
-    """Return the learning rate of each of ``steps`` steps by ``optimizer.schedule`` or, without one, by the default schedule.
-
-    The default is a linear warmup to ``learning_rate``, then a cosine decay to ``last_rate`` times ``learning_rate``.
-    """
+    """Return each step's learning rate by ``optimizer.schedule``, by default a linear warmup, then a cosine to ``last_rate``."""
     if optimizer.schedule is not None:
         of_step = schedule(optimizer.schedule, optimizer.learning_rate, steps)
         return [of_step(step) for step in range(steps)]
@@ -69,11 +62,9 @@ def rates(optimizer: Optimizer, steps: int) -> list[float]:
 
 
 def first_weights(like: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """Draw a model's initial weights, the same in both frameworks, with the names, shapes and dtypes of ``like``.
-
-    Each weight has a generator, seeded by its name and ``seed``. Norms start at 1, biases and sinks at 0. Other weights are
-    normal with standard deviation ``in^-0.5`` for matrices [out, in], and 0.02 for the embedding.
-    """
+    """Draw a model's initial weights, seeded by name and ``seed``, the same in both frameworks; ``like`` gives shapes and dtypes.
+    Norms start at 1, biases and sinks at 0, others normal with std ``in^-0.5`` for matrices [out, in] and 0.02 for the
+    embedding."""
     import numpy as np
 
     def drawn(name: str, x: np.ndarray) -> np.ndarray:
@@ -86,11 +77,9 @@ def first_weights(like: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
 
 
 def first_adapters(lora: LoRA, config: TransformerConfig, seed: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Draw the initial float64 matrices (A, B) of each adapter, the same in both frameworks; the keys are the projections' names.
-
-    A [rank, in] is uniform between ``-in^-0.5`` and ``in^-0.5``, as in peft (Kaiming's bound with a negative slope of 5^0.5). Its
-    generator is seeded by its name and ``seed``. B [out, rank] is 0.
-    """
+    """Draw the initial float64 matrices (A, B) of each adapter, by projection, the same in both frameworks.
+    A [rank, in] is uniform between ``-in^-0.5`` and ``in^-0.5``, as in peft (Kaiming's bound with a negative slope of 5^0.5),
+    seeded by name and ``seed``. B [out, rank] is 0."""
     import numpy as np
 
     def drawn(name: str, a: tuple[int, int], b: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
@@ -106,10 +95,7 @@ def _generator(name: str, seed: int) -> np.random.Generator:
 
 
 def edges(length: int, buckets: int) -> list[int]:
-    """Return the exclusive ends of the position buckets, ascending. The last is ``length``; each other end is half of the next.
-
-    Halves are rounded down. There are fewer than ``buckets`` ends if the first would be 0.
-    """
+    """Return the exclusive ends of at most ``buckets`` position buckets, ascending: ``length``, its half rounded down, ..."""
     ends = [length]
     while len(ends) < buckets and ends[-1] > 1:
         ends.append(ends[-1] // 2)

@@ -246,10 +246,7 @@ class Config:
 
 def read(path: Path | None, *, out: str | None = None, steps: int | None = None, ranks: int | None = None) -> Config:
     """Read the config from a TOML file, or take the defaults if ``path`` is None.
-
-    ``out``, ``steps`` and ``ranks`` override the file. Raise ValueError if the file is missing, a folder or not TOML, if a key is
-    unknown, if a value has another type than its key, or if ``Config`` rejects it.
-    """
+    ``out``, ``steps`` and ``ranks`` override it."""
     values: dict[str, Any] = {}
     if path is not None:
         try:

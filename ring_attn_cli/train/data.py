@@ -28,10 +28,7 @@ class DatasetArguments(TypedDict):
 
 
 def arguments(config: Config, held_out: bool) -> DatasetArguments:
-    """Return the arguments of the dataset of held-out files if ``held_out``, else of the training files.
-
-    The token cache lies in the run's folder, because the data's folder may be read-only.
-    """
+    """Return the arguments of a dataset. The token cache lies in the run's folder: the data's folder may be read-only."""
     of = config.data
     return {
         "folder": of.folder,
@@ -49,11 +46,8 @@ def arguments(config: Config, held_out: bool) -> DatasetArguments:
 
 
 def check(config: Config) -> str:
-    """Check the data, passkeys, ``init_from`` and ``lora`` of a run. If the data must be tokenised, write the token cache.
-
-    Return a text about the documents that are both training data and held out: the name of one and the number of the others; ""
-    if no document is both. Raise ValueError if one of the checked settings is invalid.
-    """
+    """Check the data, passkeys, ``init_from`` and ``lora``, writing the token cache if needed.
+    Return a text about the documents that are both training data and held out; "" without any."""
     from ring_attn_core.data.batches import documents_of
     from ring_attn_core.data.index import Index
     from ring_attn_core.data.passkey import passkey

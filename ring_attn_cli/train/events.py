@@ -108,12 +108,9 @@ def scalars(kind: str, line: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 class Events:
-    """A new file of events in the folder of a run, for ``tensorboard --logdir``.
-
-    Each start of a run adds a file. ``begin``: the step of the checkpoint that the run resumes, or 0 for a new run. The file's
-    second event has the status START and the step ``begin + 1``. Readers therefore drop the events of earlier files from this
-    step on.
-    """
+    """A new file of events, one for each start of a run, for ``tensorboard --logdir``.
+    ``begin``: the step to resume, or 0. Its second event has the status START and the step ``begin + 1``, so readers drop earlier
+    files' events from there on."""
 
     def __init__(self, out: Path, begin: int) -> None:
         folder, now = out / FOLDER, time.time()

@@ -25,11 +25,8 @@ def newest(config: Config, framework: str) -> int:
 
 
 def check(config: Config, framework: str) -> None:
-    """Check the folder of the run, ``config.out``, and create it if it does not exist.
-
-    Raise ValueError if ``out`` is empty, is a file or cannot be written. Raise ValueError also if the folder holds checkpoints of
-    the other framework, which ``framework`` cannot resume, or checkpoints of a run with another ``[lora]`` table.
-    """
+    """Check that ``config.out`` can hold this run, and create it if it does not exist.
+    Refuse checkpoints of the other framework, and those of a run with another ``[lora]`` table."""
     if not config.out:
         raise ValueError("out is empty: pass the folder of the run, or leave it out for train-output")
     if Path(config.out).exists() and not Path(config.out).is_dir():
@@ -49,10 +46,7 @@ def check(config: Config, framework: str) -> None:
 
 
 def _check_lora(config: Config, framework: str) -> None:
-    """Raise ValueError if the newest checkpoint belongs to a run with another ``[lora]``; the message says what changed.
-
-    A damaged checkpoint passes, because ``resume`` names what is damaged.
-    """
+    """Raise ValueError if the newest checkpoint has another ``[lora]``; a damaged one passes: ``resume`` names the damage."""
     step = newest(config, framework)
     if not step:
         return

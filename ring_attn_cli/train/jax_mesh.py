@@ -17,10 +17,7 @@ AXES = "data", "seq"
 
 
 def mesh_of(config: Config) -> Mesh:
-    """Return the mesh ("data", "seq") of replicas x ranks devices, on CPUs if there are too few accelerators.
-
-    Raise ValueError if there are too few CPU devices too, or if several processes do not have exactly replicas x ranks devices.
-    """
+    """Return the mesh ("data", "seq") of replicas x ranks devices, on CPUs if there are too few accelerators."""
     shape = config.ring.replicas, config.ring.ranks
     count = shape[0] * shape[1]
     devices = jax.devices()
@@ -34,11 +31,9 @@ def mesh_of(config: Config) -> Mesh:
 
 
 def weight_shardings(state: Any, mesh: Mesh, sharded: bool) -> Any:
-    """Return the tree ``state`` with each array replaced by its sharding. Arrays are replicated unless ``sharded``.
-
-    With ``sharded``, an array is sharded over all axes of ``mesh`` along the first dimension whose size is a multiple of the
-    number of devices. An array without such a dimension is replicated.
-    """
+    """Return the tree ``state`` with each array replaced by its sharding; replicated unless ``sharded``.
+    ``sharded``: over all axes, along the first dimension that is a multiple of the devices; an array without one is
+    replicated."""
 
     def of(x: Any) -> NamedSharding:
         divided = [i for i, size in enumerate(x.shape) if sharded and size and size % mesh.size == 0]

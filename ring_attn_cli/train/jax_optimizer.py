@@ -15,10 +15,7 @@ SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 
 
 def adamw(of: Optimizer, steps: int) -> optax.GradientTransformation:
-    """Return AdamW for ``steps`` steps, with clipping by the global norm and the learning rates of ``arithmetic.rates``.
-
-    Vectors, such as the weights of norms, have no weight decay.
-    """
+    """Return AdamW with clipping by the global norm and ``arithmetic.rates``. Vectors, such as norms, have no weight decay."""
     table = np.array(rates(of, steps))
     return optax.chain(
         optax.clip_by_global_norm(of.clip),
@@ -29,9 +26,5 @@ def adamw(of: Optimizer, steps: int) -> optax.GradientTransformation:
 
 
 def compiler_options(platform: str, activations: str) -> dict[str, bool] | None:
-    """Return the XLA options with which a training step is compiled, or None for XLA's defaults.
-
-    ``platform``: "gpu", "cpu" or "tpu". ``activations``: the config's ``ring.activations``. The only option is ``SCHEDULER``; it
-    is off on a GPU if activations are offloaded.
-    """
+    """Return the XLA options of a training step, or None: ``SCHEDULER`` is off on a GPU if activations are offloaded."""
     return {SCHEDULER: False} if platform == "gpu" and activations == "offload" else None

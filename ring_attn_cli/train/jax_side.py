@@ -52,10 +52,7 @@ MOST_BYTES = 4096
 
 
 def run(config: Config, tell: Tell) -> None:
-    """Train on accelerators if there are enough for all ranks, else on JAX's CPU devices.
-
-    ``tell`` gets each line of the log, in process 0 only.
-    """
+    """Train on accelerators if there are enough for all ranks, else on CPU devices. Only process 0 tells each line of the log."""
     if "float64" in [config.model.get(name) for name in DTYPES]:
         jax.config.update("jax_enable_x64", True)
     side = JaxSide(config, mesh_of(config))
@@ -73,10 +70,7 @@ def joined(coordinator: str, processes: int | None, process: int | None) -> None
 
 
 def on_cpus(config: Config, processes: int | None) -> None:
-    """Split the CPU of this process into ranks x replicas // ``processes`` JAX devices, at least 1.
-
-    If ``processes`` is None, change nothing, because only the launcher knows the number of processes.
-    """
+    """Split the CPU into ranks x replicas // ``processes`` devices, at least 1; None: do nothing, only the launcher knows it."""
     if processes is not None:
         jax.config.update("jax_num_cpu_devices", max(1, config.ring.ranks * config.ring.replicas // processes))
 
@@ -106,10 +100,9 @@ class Batch(NamedTuple):
 
 
 class StaticArguments(NamedTuple):
-    """The static arguments of a compiled function. ``sharded``: True if the weights are sharded over all devices.
-
-    ``chunk``: number of tokens whose logits a rank holds at a time. ``length``: tokens of a row. ``rows``: rows of a microbatch.
-    """
+    """The static arguments of a compiled function.
+    ``sharded``: weights are sharded over all devices. ``chunk``: tokens whose logits a rank holds at a time. ``length``: tokens
+    of a row. ``rows``: rows of a microbatch."""
 
     mesh: Mesh
     sharded: bool
@@ -119,10 +112,8 @@ class StaticArguments(NamedTuple):
 
 
 class JaxTrainer:
-    """The model and the optimizer of a run in JAX over a mesh, with the computations of training and evaluation.
-
-    A step donates the arrays of model and optimizer, so that XLA may reuse their memory. The old arrays are deleted.
-    """
+    """The model and the optimizer of a run in JAX over a mesh.
+    A step donates their arrays, so that XLA may reuse their memory."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self._config, self._mesh = config, mesh
@@ -241,9 +232,7 @@ class JaxSide(JaxTrainer):
 
 def _step(graph: Any, state: Any, batch: Batch, seed: jax.Array, how: StaticArguments) -> tuple[Any, Any, Any]:
     """Run one optimizer step and return the loss, the gradient norm, and the new state of model and optimizer.
-
-    ``JaxTrainer`` compiles this function by ``jax.jit``, because ``nnx.jit`` does not take compiler options.
-    """
+    It is compiled by ``jax.jit``, because ``nnx.jit`` does not take compiler options."""
     model, optimizer = nnx.merge(graph, state)
     structure, weights, frozen = nnx.split(model, optimizer.wrt, ...)
     total = jnp.maximum(count_labels(batch.labels, axis_name=None), 1)

@@ -18,14 +18,8 @@ LOCK = ".lock"
 @contextmanager
 def held(config: Config, first: bool = True, of_first: Callable[[str], str] = str) -> Iterator[None]:
     """Lock the folder of a run until the block ends.
-
-    Raise ValueError in all processes of the run if another run holds the lock, or if the lock file cannot be written.
-
-    ``first``: True in the one process that locks. ``of_first``: a function that every process calls with a text, and that returns
-    the first process's text; the default is for a run in one process. The system releases the lock when the process ends, even if
-    it is killed. The lock file stays, but does not keep a new run out. On a file system without locks, such as some network ones,
-    nothing keeps other runs out.
-    """
+    ``first``: True in the one process that locks. ``of_first``: returns the first process's text in each process. The system
+    releases the lock of a killed process; on a file system without locks nothing keeps other runs out."""
     # filelock's fallback for such file systems is a file that outlives a kill and would block the next run
     lock = FileLock(Path(config.out, LOCK), timeout=0, fallback_to_soft=False)
     try:

@@ -24,10 +24,7 @@ Tell = Callable[[str, dict[str, Any]], None]
 
 def train(config: Config, side: Side, tell: Tell) -> None:
     """Train from the newest checkpoint, if there is one, to the last step; evaluate, save and log as configured.
-
-    The process in which ``side.first`` is True writes the log, and passes each line to ``tell``. Raise ValueError if the
-    checkpoint comes from a run on other training data.
-    """
+    The process in which ``side.first`` is True writes the log, and passes each line to ``tell``."""
     progress = side.resume()
     begin = progress.step if progress else 0
     if progress and progress.data:
@@ -73,19 +70,14 @@ def microbatches(config: Config, side: Side, step: int, batches: Iterator[Any]) 
 
 
 def passkeys(config: Config, side: Side, length: int, seeds: range, purpose: str = "train") -> Any:
-    """Return a microbatch of texts with passkeys, one for each of ``seeds``. Only the answers have labels.
-
-    ``length``: tokens of a text. ``purpose``: a word that enters each seed, so that training and tests have different texts.
-    """
+    """Return a microbatch of texts of ``length`` tokens with passkeys, one for each of ``seeds``; only the answers have labels.
+    ``purpose``: a word that enters each seed, so that training and tests have different texts."""
     texts = [passkey(length, f"{config.seed} {purpose} {seed}", config.passkey.digits) for seed in seeds]
     return side.shard([list(each.text) for each in texts], [each.labels for each in texts])
 
 
 def accuracy(config: Config, side: Side, length: int) -> float:
-    """Return the fraction of test texts of ``length`` tokens in which the model finds the passkey.
-
-    The model finds a passkey if it gives each correct digit the highest probability, as in greedy decoding.
-    """
+    """Return the fraction of test texts whose passkey the model finds by giving each correct digit the highest probability."""
     wrong: list[int] = []
     rows, texts = config.rows, config.passkey.texts
     for first in range(0, texts, rows):  # whole batches only: another size would compile again
@@ -95,11 +87,8 @@ def accuracy(config: Config, side: Side, length: int) -> float:
 
 def evaluation(config: Config, side: Side) -> dict[str, Any]:
     """Return a log line with the mean held-out loss in nats, overall (``loss``) and by bucket of positions (``by_position``).
-
-    The mean is over at most ``evaluation.batches`` microbatches. A token's position is the number of tokens of its document that
-    precede it in the packed row. Bucket ``i`` holds the labels of tokens at positions from ``ends[i - 1]``, or 0 in the first
-    bucket, to ``ends[i] - 1``. ``labels``: number of labels in each bucket. A bucket without labels has the loss None.
-    """
+    Bucket ``i`` holds the ``labels`` of tokens with ``ends[i - 1]`` (first: 0) to ``ends[i] - 1`` tokens of their document before
+    them in the packed row; its loss is None without labels."""
     ends = edges(config.data.length, config.evaluation.buckets)
     sums, counts = [0.0] * len(ends), [0] * len(ends)
     for microbatch in itertools.islice(side.held_out, config.evaluation.batches):
@@ -111,11 +100,8 @@ def evaluation(config: Config, side: Side) -> dict[str, Any]:
 
 
 def speed(config: Config, side: Side, seconds: float) -> dict[str, Any]:
-    """Return the speed of a step: tokens/s and model TFLOP/s of all devices, MFU, and the peak memory of one device.
-
-    MFU is the model TFLOP/s divided by the peak TFLOP/s of all devices, or None if the peak is unknown. The memory is
-    ``RunDevices.memory``, in bytes.
-    """
+    """Return tokens/s and model TFLOP/s of all devices, MFU, and the peak memory of one device in bytes.
+    MFU is the model TFLOP/s divided by the peak TFLOP/s of all devices, or None if the peak is unknown."""
     machine = side.machine()
     frozen = side.parameters - side.trained
     tflops = config.tokens / seconds * flops_per_token(side.parameters, config.data.length, side.config, frozen) / 1e12
@@ -125,11 +111,9 @@ def speed(config: Config, side: Side, seconds: float) -> dict[str, Any]:
 
 
 class Log:
-    """A writer of ``log.jsonl``, which also writes the numbers as events of TensorBoard, and shows each line by ``tell``.
-
-    ``begin``: the step of the checkpoint that the run resumes, or 0 for a new run. A new run drops all old lines. A
-    resumed run drops the lines of later steps. The remaining lines go to a new file, which is renamed over the log.
-    """
+    """A writer of ``log.jsonl`` and of TensorBoard's events, which shows each line by ``tell``.
+    ``begin``: the resumed step, or 0. Old lines after it are dropped; the others go to a new file, which is renamed over the
+    log."""
 
     def __init__(self, path: Path, begin: int, tell: Tell) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,10 +133,7 @@ class Log:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Parse the lines of a log up to the first line that is not JSON, such as one that a kill has cut short.
-
-    Return [] if the log does not exist.
-    """
+    """Parse the lines of a log up to the first that is not JSON, such as a line that a kill cut short."""
     if not path.exists():
         return []
     found = []

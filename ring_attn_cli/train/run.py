@@ -24,10 +24,7 @@ PATIENCE = 1800.0
 @dataclass(frozen=True)
 class Program:
     """The identity of this process in a JAX program of several processes.
-
-    ``coordinator``: the address of process 0, or "auto". ``processes``: the number of processes. ``process``: the index of this
-    process. With "auto", ``processes`` and ``process`` are None, because the launcher sets them.
-    """
+    With the ``coordinator`` "auto" instead of the address of process 0, the launcher sets ``processes`` and ``process``."""
 
     coordinator: str
     processes: int | None = None
@@ -35,12 +32,7 @@ class Program:
 
     @classmethod
     def of(cls, coordinator: str | None, process: str | None) -> Program:
-        """Parse the options ``--coordinator`` and ``--process``.
-
-        ``coordinator``: "auto", or the address HOST:PORT of process 0. ``process``: None with "auto"; with an address the index
-        of this process and the number of processes, such as "0/4". Raise ValueError if an option has another form, or if the
-        index is not below the number of processes.
-        """
+        """Parse ``--coordinator``, "auto" or HOST:PORT of process 0, and ``--process``, None with "auto", else such as "0/4"."""
         if coordinator == "auto" and process is None:
             return cls(coordinator)
         number, _, of = (process or "").partition("/")
@@ -55,13 +47,7 @@ class Program:
 
 
 def run(config: Config, framework: str, program: Program | None = None) -> None:
-    """Train, or resume the run in ``config.out``, and write log, checkpoints and weights there.
-
-    If matplotlib is installed, also draw the log as ``train.png``.
-
-    ``framework``: "torch" or "jax". Raise ValueError if the framework is unknown, if the run cannot start, or if another run uses
-    the folder. Raise :class:`processes.Failure` if a process fails, and ModuleNotFoundError if a package is missing.
-    """
+    """Train, or resume the run in ``config.out``, and write log, checkpoints, weights and, if possible, ``train.png`` there."""
     if framework not in NEEDS:
         raise ValueError(f"unknown framework {framework!r}: choose one of {', '.join(NEEDS)}")
     check_installed(NEEDS[framework])

@@ -110,10 +110,7 @@ def _piecewise(a: SimpleNamespace, t: int) -> float:
 
 
 def _interpolated(points: Sequence[tuple[float, float]], t: float, cosine: bool) -> float:
-    """Interpolate the rate at step ``t`` between points (step, rate), linearly or by half a cosine.
-
-    After the last point, return the rate of that point.
-    """
+    """Interpolate the rate at step ``t`` between points (step, rate), linearly or by half a cosine; then keep the last rate."""
     for (begin, first), (end, last) in pairwise(points):
         if begin <= t < end:
             part = (t - begin) / (end - begin)
@@ -223,13 +220,8 @@ SCHEDULES: dict[str, Schedule] = {
 
 def schedule(tables: Sequence[Mapping[str, Any]], peak: float, steps: int) -> Callable[[int], float]:
     """Return a function that maps a step (0, 1, ...) to the learning rate, for a sequence of schedules.
-
-    Each table has a ``name`` and the schedule's arguments. All but the last also have ``until``, the step at which the next
-    schedule begins. Each schedule counts its own steps from 0, as in ``optax.join_schedules`` and torch's ``SequentialLR``.
-    ``peak``: the run's learning rate. It is the default of a schedule's initial or peak rate, and the base rate of torch's
-    schedules. ``steps``: steps of the run. Raise ValueError if a name or an argument is unknown, missing or out of its range, or
-    if arguments do not fit together.
-    """
+    ``until``: the next table's first step; each counts its own from 0, as in ``optax.join_schedules`` and ``SequentialLR``.
+    ``peak``: the default initial or peak rate, and the base rate of torch's schedules."""
     parts: list[tuple[int, Callable[[int], float]]] = []
     begin = 0
     for number, table in enumerate(tables):

@@ -18,10 +18,8 @@ class TrainStep(NamedTuple):
 
 
 class RunDevices(NamedTuple):
-    """The devices of a run: the name of one device, the number of devices, and one device's peak memory so far, in bytes.
-
-    On devices without memory statistics, such as CPUs, the memory is that of this process, as the system counts it.
-    """
+    """The devices of a run: the name of one, their number, and one's peak memory so far, in bytes.
+    Without memory statistics, as on CPUs, the memory is that of this process."""
 
     device: str
     devices: int
@@ -29,10 +27,8 @@ class RunDevices(NamedTuple):
 
 
 class Side(Protocol):
-    """The model, optimizer and data of this process, in one framework. All processes of a run call each method together.
-
-    ``data`` yields microbatches, each a ``Shard`` of the framework. ``first``: True in the process that writes the log.
-    """
+    """The model, optimizer and data of this process, in one framework; all processes call each method together.
+    ``data`` yields microbatches, each a ``Shard``. ``first``: True in the process that writes the log."""
 
     first: bool
     config: TransformerConfig
@@ -62,9 +58,7 @@ class Side(Protocol):
 
     def losses(self, microbatch: Any, ends: list[int]) -> Iterable[tuple[float, int]]:
         """Return (sum of the losses, number of labels) of each bucket of positions, over all ranks.
-
-        A token is in the first bucket whose exclusive end in ``ends`` exceeds the number of tokens before it in its document.
-        """
+        A token is in the first bucket whose exclusive end in ``ends`` exceeds the number of tokens before it in its document."""
         ...
 
     def wrong(self, microbatch: Any) -> list[int]:

@@ -29,11 +29,9 @@ def check_keys(table: str, values: Mapping[str, Any], known: list[str]) -> None:
 
 
 class ValueType(NamedTuple):
-    """A type of config values.
-
-    ``words``: the type's name in errors. ``fits``: a function that returns True if a value in the file has the type. ``held``: a
-    function that converts such a value to that of the record's field. ``most``: the largest absolute value of an integer.
-    """
+    """A type of config values; ``words``: its name in errors.
+    ``fits``: whether a value in the file has it. ``held``: converts the value to the record's. ``most``: the largest absolute
+    integer."""
 
     words: str
     fits: Callable[[Any], bool]

@@ -31,11 +31,8 @@ def backend_of(device: torch.device) -> str:
 
 @contextmanager
 def member(device: torch.device, rank: int, ranks: int, store: str, patience: float | None = None) -> Iterator[None]:
-    """Join the default process group, and leave it at the end of the ``with``.
-
-    ``store``: path of the file through which the ranks find each other. ``patience``: timeout of the group's operations in
-    seconds, by default PyTorch's. After an error this process does not leave, because leaving waits for the other ranks.
-    """
+    """Join the default process group, and leave it at the end, but not after an error, because leaving waits for other ranks.
+    ``store``: file by which the ranks meet. ``patience``: timeout in seconds, by default PyTorch's."""
     timeout = None if patience is None else timedelta(seconds=patience)
     dist.init_process_group(backend_of(device), init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timeout)
     yield
@@ -44,11 +41,8 @@ def member(device: torch.device, rank: int, ranks: int, store: str, patience: fl
 
 def join_launched(device: torch.device) -> None:
     """Join the default process group of the processes that torchrun started.
-
-    With ``--max-restarts``, torchrun keeps one store for all restarts. A restarted process might find addresses of dead processes
-    in this store and wait for them. Therefore the restart count becomes a prefix of the store's keys. Hosts count their restarts
-    separately: raise ValueError if several hosts share a store that outlives restarts.
-    """
+    The restart count prefixes the store's keys: torchrun keeps one store for all restarts, with addresses of dead processes.
+    Hosts count restarts separately, so they must not share a store that outlives restarts."""
     timeout = timedelta(minutes=30)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         dist.init_process_group(backend_of(device), timeout=timeout)

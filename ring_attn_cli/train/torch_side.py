@@ -45,10 +45,7 @@ from .torch_ranks import CPU, device_of, join_launched, member, reported_errors
 
 
 def work(report: Report, rank: int, config: Config, store: str) -> None:
-    """Train as one rank, in a process that ``ring-attn train`` started; rank 0 reports the log.
-
-    ``store``: path of the file through which the ranks find each other.
-    """
+    """Train as one rank that ``ring-attn train`` started; rank 0 reports the log. ``store``: file by which the ranks meet."""
     ranks = config.ring.ranks * config.ring.replicas
     device = device_of(rank, ranks)
     if device.type == "cpu":
@@ -58,11 +55,7 @@ def work(report: Report, rank: int, config: Config, store: str) -> None:
 
 
 def launched(config: Config, tell: Tell) -> None:
-    """Train as one rank, in a process that torchrun started. ``tell`` gets each line of the log on rank 0.
-
-    Raise ValueError if the number of processes does not fit the GPUs or the config, if another run uses the folder, or if the run
-    cannot start.
-    """
+    """Train as one rank, in a process that torchrun started. ``tell`` gets each line of the log on rank 0."""
     rank = get_node_local_rank(0)
     if torch.cuda.is_available() and torch.cuda.device_count() <= rank:
         raise ValueError(
@@ -114,11 +107,8 @@ class RankPlace(NamedTuple):
 
 
 def shard_weights(model: RingTransformer, places: RankPlace) -> RingTransformer:
-    """Shard the weights over all ranks by FSDP2, one block after another.
-
-    FSDP2 moves the weights of a block to the device when it shards them. It averages gradients over the ranks, and
-    ``sum_gradients`` multiplies the mean by the number of ranks.
-    """
+    """Shard the weights over all ranks by FSDP2, block by block, which moves each block to the device.
+    It averages gradients over the ranks, and ``sum_gradients`` multiplies the mean by the number of ranks."""
     from torch.distributed.fsdp import FSDPModule, fully_shard  # takes a second to import
 
     mesh = DeviceMesh.from_group(places.everybody, places.device.type)
@@ -227,11 +217,9 @@ class TorchTrainer:
         return RunDevices("cpu", ranks, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
     def _hidden(self, shard: Shard, step: int | None = None, microbatch: int = 0) -> Tensor:
-        """Return a shard's last hidden states [rows, local tokens, dim]. Apply the model's dropout only if ``step`` is passed.
-
-        The dropout seed is the run's seed plus ``step``. The dropout offset is the index of this rank's first row among all rows
-        of the step. Therefore no two rows of a step share a dropout mask.
-        """
+        """Return a shard's last hidden states [rows, local tokens, dim].
+        Apply the model's dropout only if ``step`` is passed. No two rows of a step share a mask: the seed is the run's plus
+        ``step``, the offset is the rank's first row among all of the step."""
         row = microbatch * self._config.rows + self._places.replica * self._config.data.batch_size
         seed = None if step is None or not self.config.dropout_rate else self._config.seed + step
         inputs = shard.ids, shard.positions, shard.length

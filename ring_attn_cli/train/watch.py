@@ -16,10 +16,7 @@ EVERY = 10.0
 
 
 class TrainWatch:
-    """A context manager that shows a progress bar with the latest step's numbers, and a line for each evaluation.
-
-    If the output is not a terminal, print a line for a step at most every ``EVERY`` seconds.
-    """
+    """A progress bar with the latest step and a line for each evaluation; without a terminal, a line every ``EVERY`` seconds."""
 
     def __init__(self, config: Config, console: Console) -> None:
         self._config, self._console = config, console

@@ -40,10 +40,8 @@ FILLED = f"queries that see no key attend to all keys alike: {FILL}; out is 0 an
 
 
 def diagnose(e: Evidence, attention: bool = True) -> list[str]:
-    """Return the likely causes as sentences. If none is known, return one sentence that says so; if no bound is missed, [].
-
-    ``attention``: True if ``ring_attention`` computed the arrays; for other variants only some hypotheses are tested.
-    """
+    """Return the likely causes as sentences, one sentence if none is known; [] if no bound is missed.
+    ``attention``: True if ``ring_attention`` computed the arrays; other variants are tested for fewer hypotheses."""
     if not e.missed:
         return []
     forward = not_finite, *((*OF_OUT * ("out" in e.missed), narrow_dtype, narrow_state, sees_nothing) if attention else ())

@@ -18,11 +18,8 @@ from ..cases import Arrays, Case
 
 
 class Forward(NamedTuple):
-    """The forward of s queries over t keys in h query heads; e is the width of v.
-
-    ``out`` [s h e], ``lse`` [s h]. ``p`` [h s t]: the probabilities before dropout. ``dropout_factor``: the factors by which
-    dropout multiplies ``p``. ``steepness``: the derivative of softcap at each score. These two broadcast to the shape of ``p``.
-    """
+    """The forward of s queries over t keys in h heads: ``out`` [s h e], ``lse`` [s h], ``p`` [h s t] before dropout.
+    ``dropout_factor`` multiplies ``p``. ``steepness``: softcap's derivative at each score. Both broadcast to ``p``."""
 
     out: np.ndarray
     lse: np.ndarray
@@ -33,10 +30,8 @@ class Forward(NamedTuple):
 
 class Backward(NamedTuple):
     """A variant of the backward, by default the correct one.
-
-    ``delta``, ``dlse``: the factors that multiply rowsum(dout * out) and dlse in delta = rowsum(dout * out) - dlse; both are 1 if
-    correct. ``of_shards``: True if each shard of keys uses the ``out`` and lse of its own keys alone.
-    """
+    ``delta``, ``dlse``: factors of rowsum(dout * out) and of dlse in delta, 1 if correct. ``of_shards``: each shard of keys uses
+    its own ``out`` and lse."""
 
     delta: float = 1.0
     dlse: float = 1.0
@@ -67,10 +62,8 @@ class Dense:
             self.dropout_factor = drawn * rescale(case.dropout_rate)
 
     def forward(self, scale: float, seen: np.ndarray | None = None, reads: np.ndarray | None = None) -> Forward:
-        """Return the forward of the queries with q . k multiplied by ``scale``.
-
-        ``seen``: the mask, bool [queries, keys]; None: the case's. ``reads``: the key head of each query head; None: the case's.
-        """
+        """Return the forward of the queries with q . k multiplied by ``scale``; None below means the case's.
+        ``seen``: the mask, bool [queries, keys]. ``reads``: the key head of each query head."""
         reads = self.reads if reads is None else reads
         scores, steepness = scale * (self.q @ self.k[reads].swapaxes(1, 2)), np.ones(1)
         if self.case.softcap is not None:
@@ -93,12 +86,8 @@ class Dense:
         self, dout: np.ndarray, dlse: np.ndarray, of: np.ndarray, count: int, backward: Backward = RIGHT
     ) -> dict[str, np.ndarray]:
         """Return the gradients of batch row 0 as ``count`` summands, one for each group of tokens, such as a rank's shard.
-
-        ``of`` [s]: the group of each token. Summand i of dq comes from the keys of group i, and summand i of dk and dv from the
-        queries of group i. Shapes: "dq" [count s h d], "dk" [count t d], "dv" [count t e], with d the width of q and k; dk and dv
-        are summed over the query heads. ``backward``: the variant of the backward. This object must hold all queries (``rows``)
-        and exactly the query heads that read key head 0 (``heads``).
-        """
+        ``of`` [s]: groups, of keys for dq and of queries for dk and dv. "dq" [count s h d], "dk" [count t d] and "dv" [count t e]
+        are summed over query heads. Needs all queries, and exactly the query heads that read key head 0."""
         dout = dout[:, : self.heads].astype(np.float64).swapaxes(0, 1)
         dlse = dlse[:, : self.heads].astype(np.float64).swapaxes(0, 1) * backward.dlse
         members = [of == part for part in range(count)]

@@ -25,10 +25,8 @@ ROWS = 96
 @dataclass(frozen=True)
 class Evidence:
     """The result of one variant (``got``) beside the truth, both as global arrays in the natural order of tokens.
-
-    ``missed``: names of the arrays whose error exceeds its bound. ``cotangents``: names of the cotangents that the gradients were
-    computed from. ``alone``: the variant's result on one device; None if it did not run there, or if ``got`` is that result.
-    """
+    ``missed``: arrays whose error exceeds its bound. ``alone``: the result on one device; None if it did not run there, or if
+    ``got`` is that."""
 
     case: Case
     plan: RingPlan
@@ -40,11 +38,9 @@ class Evidence:
     alone: Arrays | None = None
 
     def explained(self, name: str, before: float, after: float) -> bool:
-        """Return True if a hypothesis explains the error of array ``name`` by lowering it from ``before`` to ``after``.
-
-        ``after`` must be at most 4 times the bound, or at most 1/50 of ``before``. In both cases it must also be at most half of
-        ``before``; else a hypothesis that changes nothing would explain any error slightly above its bound.
-        """
+        """Return True if a hypothesis explains the error of an array by lowering it from ``before`` to ``after``.
+        ``after`` must be at most 4 times the bound or 1/50 of ``before``, and at most half of ``before``: else a hypothesis that
+        changes nothing would explain any error slightly above its bound."""
         return bool(np.isfinite(after)) and after <= before / 2 and after <= max(4 * self.truth.bounds[name], before / 50)
 
     def part(self, name: str, like: np.ndarray, of: Arrays | None = None) -> np.ndarray:
@@ -58,9 +54,7 @@ class Evidence:
 
     def error(self, name: str, right: np.ndarray | None = None) -> float:
         """Return the relative error of the measured array ``name`` against ``right``, by default the truth.
-
-        If ``right`` has fewer rows or heads, only the first ones of the measured array count.
-        """
+        If ``right`` has fewer rows or heads, only the first ones of the measured array count."""
         right = self.truth.exact[name] if right is None else right
         return relative_error(self.part(name, right), right)
 
@@ -96,11 +90,7 @@ class Evidence:
         return self.got["out"][0, self.dense.rows.start :]
 
     def explains_out(self, out: np.ndarray, judged: np.ndarray | slice = np.s_[:]) -> bool:
-        """Return True if a hypothesis explains the error of the measured out, as ``explained`` defines it.
-
-        ``out``: the hypothesis's out of the last ``ROWS`` queries. ``judged``: which of these queries to compare, as a bool mask
-        or a slice.
-        """
+        """Return True if the ``out`` of a hypothesis, of the last ``ROWS`` queries, explains the error at the ``judged`` ones."""
         before, after = (relative_error(self.measured[judged], x[judged]) for x in (self.right.out, out))
         return self.explained("out", before, after)
 
@@ -117,21 +107,15 @@ class Evidence:
         return dense.parts(self.inputs.cotangents["out"][0], dlse, self.rank_of, self.plan.ranks, backward)
 
     def is_mean_of_values(self, masked: np.ndarray) -> bool:
-        """Return True if ``out`` of the ``masked`` queries in batch row 0 is, within 5 %, the mean of v over all keys.
-
-        ``masked``: bool [n], for the first n queries. Return False if it selects no query.
-        """
+        """Return True if ``out`` of the ``masked`` queries (bool [n], at least one) of row 0 is, within 5 %, the mean of v."""
         got = self.got["out"][0, : len(masked)][masked]
         mean = self.inputs.arrays["v"][0].astype(np.float64).mean(0).repeat(self.case.heads // self.case.kv_heads, 0)
         return bool(masked.any()) and relative_error(got, np.broadcast_to(mean, got.shape)) < 0.05
 
     def counted_parts(self, name: str) -> np.ndarray | None:
-        """Return factors [rank, giver]: how many times the gradient on ``rank`` counts the contribution of ``giver``'s tokens.
-
-        All factors of a correct gradient are 1. ``name``: "dq", "dk" or "dv". The contributions are the summands of
-        :meth:`parts`. The factors are fitted by least squares to the gradient of batch row 0 and key head 0. A factor is NaN if
-        its contribution is zero. Return None if the fit does not explain the gradient's error.
-        """
+        """Return [rank, giver]: how many times the gradient on ``rank`` counts what ``giver``'s tokens contribute; 1 is correct.
+        It fits :meth:`parts` to batch row 0 and key head 0 by least squares: NaN if a contribution is zero, None if the fit does
+        not explain the error."""
         ranks, parts = range(self.plan.ranks), self.parts()[name]
         got = self.got[name][0, :, : parts.shape[2]] if name == "dq" else self.got[name][0, :, 0]
         counts, fitted = np.full((len(ranks), len(ranks)), np.nan), np.zeros_like(got, np.float64)
