@@ -79,11 +79,8 @@ def balanced_layout(
 
 
 def layout_of_ids(ids: Any, ranks: int) -> BalancedLayout:
-    """Assign the documents of batch rows to ranks, under a causal mask, and return the layout.
-
-    ``ids``: int [batch, tokens] on the host, the document id of each token. Negative ids are padding. Padding at the end of a row
-    costs nothing; any other padding token costs as much as a document of one token.
-    """
+    """Assign the documents of batch rows to ranks, under a causal mask. ``ids``: int [batch, tokens] on the host; negative ids
+    are padding, which costs nothing at a row's end, and elsewhere as much as a document of one token."""
     import numpy as np
 
     rows, ids = [], np.maximum(np.asarray(ids).astype(np.int64), -1)
@@ -96,12 +93,8 @@ def layout_of_ids(ids: Any, ranks: int) -> BalancedLayout:
 def layout_of_stretches(
     rows: Sequence[Sequence[tuple[int, int]]], length: int, ranks: int, mask: Band | Mapping[Band, float] | None = None
 ) -> BalancedLayout:
-    """Assign the documents of batch rows of ``length`` tokens to ranks, and return the layout.
-
-    ``rows``: for each row, its stretches of tokens with equal ids, in order, each as (document id, number of tokens). Negative
-    ids are padding, as in ``layout_of_ids``. ``mask``: the mask inside a document, or masks with costs, as in
-    ``balanced_layout``.
-    """
+    """Assign the documents of batch rows of ``length`` tokens to ranks. ``rows``: each row's stretches (document id, tokens) in
+    order; negative ids are padding, as in ``layout_of_ids``."""
     documents = []
     for row in rows:
         held = row[:-1] if row and row[-1][0] < 0 else row
@@ -121,19 +114,13 @@ class RankWork(NamedTuple):
 
 
 def work_of(packed: PackedDocuments, rank: tuple[Run, ...]) -> RankWork:
-    """Return the cost of the visible pairs of a rank's queries, and the number of keys that the queries see on other ranks.
-
-    ``packed``: the documents, with their masks and costs. ``rank``: the token positions of the rank, as runs.
-    """
+    """Return the cost of the visible pairs of a rank's queries, and the number of keys that they see on other ranks."""
     seen = packed.seen(rank)
     own = sum(count_inside(run, seen) for run in rank)
     return RankWork(sum(map(packed.cost, rank)), sum(end - first for first, end in seen) - own)
 
 
 def _later_cost_more(masks: tuple[tuple[Band, float], ...]) -> bool:
-    """Return whether the last query of a long document costs at least as much as its first, if the costs of all masks are added.
-
-    ``deal`` needs later queries to cost more; if they cost less, ``balanced_layout`` gives it the positions in reverse order.
-    """
+    """Return whether a long document's last query costs at least as much as its first, as ``deal`` needs."""
     side = lambda lag: float(2**40) if lag is None else lag
     return sum(cost * (side(mask.hi) - side(None if mask.lo is None else -mask.lo)) for mask, cost in masks) >= 0

@@ -23,10 +23,6 @@ class BalancedLayout:
     to ``seq_local``. ``length``: number of tokens without padding; positions from ``length`` on are padding. ``documents``: the
     lengths of the documents that the layout was made for, one tuple for each batch row; empty if unknown. ``tree``: True if it
     was made for prefix trees.
-
-    Raise ValueError if a run is empty or not two ints, or if the runs of all ranks together do not hold each position from 0 to
-    ``ranks * seq_local - 1`` exactly once. Raise it also if the ranks hold unequal numbers of tokens, or if ``length`` is
-    negative or greater than ``ranks * seq_local``.
     """
 
     runs: tuple[tuple[tuple[int, int], ...], ...]
@@ -85,10 +81,7 @@ class BalancedLayout:
         return tuple(run for run in kept if run.length)
 
     def joined(self, shards: int) -> BalancedLayout:
-        """Return a layout in which each group of ``shards`` consecutive ranks is one rank, with its tokens in order of position.
-
-        The result has no ``documents``.
-        """
+        """Return a layout in which each group of ``shards`` consecutive ranks is one rank, with its tokens by position."""
         groups = []
         for first in range(0, self.ranks, shards):
             runs: list[tuple[int, int]] = []
@@ -101,11 +94,7 @@ class BalancedLayout:
         return BalancedLayout(tuple(groups), self.length)
 
     def stretches(self, shards: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return, for each group of ``shards`` consecutive ranks, the slices that sort the tokens of the group by position.
-
-        A slice is (index of its first token, length) in the concatenated shards of the group. In the returned order, the slices
-        hold the tokens in order of position.
-        """
+        """Return the slices (first, length) of each group's concatenated shards that sort its tokens by position."""
         groups = []
         for first in range(0, self.ranks, shards):
             runs = [run for rank in self.runs[first : first + shards] for run in rank]
@@ -114,11 +103,7 @@ class BalancedLayout:
         return tuple(groups)
 
     def padded_runs(self, rank: int) -> tuple[tuple[int, int, int, int], ...]:
-        """Return each run of a rank as (base, length, start, stride), followed by empty runs up to ``most_runs`` runs.
-
-        The empty runs give every rank the same number of runs, as a plan needs. ``base``: offset in the shard. ``length``: tokens
-        without padding, 0 in an empty run. ``start``: first position. ``stride``: 1.
-        """
+        """Return a rank's runs (base, length without padding, start, stride 1), and empty ones up to ``most_runs``."""
         return self._padded_runs[rank]
 
     @cached_property

@@ -29,10 +29,7 @@ EXCHANGE = 6
 
 
 def seconds(name: str, load: Load, machine: Machine, group: int = 0) -> Seconds:
-    """Return the predicted forward and backward time of the strategy ``name``, in seconds.
-
-    ``group``: ranks per group of "ulysses", or per host of "two_level".
-    """
+    """Return the forward and backward time in seconds; ``group``: ranks per group of "ulysses" or host of "two_level"."""
     passes = []
     for backward in (False, True):
         run = Pass(load, machine, backward)
@@ -42,10 +39,7 @@ def seconds(name: str, load: Load, machine: Machine, group: int = 0) -> Seconds:
 
 
 def memory(name: str, load: Load, group: int = 0) -> int:
-    """Predict the peak number of bytes that a strategy holds in the backward, besides a rank's q, k, v, out and gradients.
-
-    ``group``: ranks per group of "ulysses".
-    """
+    """Predict the peak bytes that a strategy holds in the backward, besides a rank's q, k, v, out and gradients."""
     keys, gradients = load.kv * load.item, load.kv * load.wide
     ranks = load.plan.ranks
     if name == "gather":
@@ -69,13 +63,8 @@ def _ring(run: Pass, group: int) -> None:
 
 
 def _one_way(run: Pass, works: Sequence[Work], kv: float, crosses: bool, home: bool, slower: float = 1.0) -> None:
-    """Schedule the steps of a ring; each step but the last sends its keys to the next rank while it computes.
-
-    In the backward, each step after the first waits until the gradients of its keys have come from the previous rank. ``works``:
-    the work of each step. ``kv``: number of elements of k and v that a rank sends to the next. ``crosses``: whether these
-    transfers cross between hosts. ``home``: whether a last transfer returns the gradients to the owners of the keys. ``slower``:
-    a factor that multiplies the time of the backward's matrix products.
-    """
+    """Schedule the steps of a ring; each but the last sends ``kv`` elements to the next rank while it computes. ``crosses``:
+    between hosts. ``home``: a last transfer returns the gradients. ``slower``: factor of the backward's matrix products."""
     line, load = run.line, run.load
     travelling: float | None = None
     for number, each in enumerate(works):
@@ -90,10 +79,7 @@ def _one_way(run: Pass, works: Sequence[Work], kv: float, crosses: bool, home: b
 
 
 def _two_way(run: Pass, group: int) -> None:
-    """Schedule the strategy "two_way": alternate between the two directions of the ring.
-
-    Keys and gradients of one direction travel while the GPU computes a step of the other direction.
-    """
+    """Schedule "two_way": keys and gradients of one direction travel while the GPU computes a step of the other direction."""
     line, load = run.line, run.load
     crosses = load.hosts > 1
     ways = [list(way) for way in load.plan.ways if way]
@@ -116,10 +102,7 @@ def _two_way(run: Pass, group: int) -> None:
 
 
 def _gather(run: Pass, group: int) -> None:
-    """Schedule the strategy "gather": gather all keys before the only step.
-
-    In the backward, send the gradients of each rank's keys back to that rank after the step.
-    """
+    """Schedule "gather": gather all keys before the only step, and in the backward return their gradients after it."""
     line, load = run.line, run.load
     ranks = load.plan.ranks
     across = (load.plan.ranks - load.local) / load.local  # each shard comes to a host once, over one of its links
@@ -164,11 +147,7 @@ def _ulysses(run: Pass, group: int) -> None:
 
 
 def _group_pairs(run: Pass, shift: int, group: int) -> int:
-    """Return the largest number of visible (query, key) pairs that a group has with the group ``shift`` ranks before it.
-
-    The queries are those of the group, and the keys those of the group before it. Only groups that contain a rank of
-    ``load.sample`` are considered.
-    """
+    """Return the most visible pairs that a group of a sampled rank has with the keys of the group ``shift`` ranks before it."""
     load, plan = run.load, run.load.plan
     if group == plan.ranks:
         return plan.mask.area(plan.length, plan.kv_length)
@@ -178,10 +157,7 @@ def _group_pairs(run: Pass, shift: int, group: int) -> int:
 
 
 def _two_level(run: Pass, group: int) -> None:
-    """Schedule the strategy "two_level": during an inner ring in each host, the keys of this ring also cross to the next host.
-
-    In the backward, the gradients that the previous inner ring has summed cross to the next host at the same time.
-    """
+    """Schedule "two_level": during an inner ring, its keys and the previous one's gradients cross to the next host."""
     line, load, plan = run.line, run.load, run.load.plan
     levels = TwoLevelPlan(**{field.name: getattr(plan, field.name) for field in fields(RingPlan)}, host_ranks=group)
     left: float | None = None
@@ -217,13 +193,8 @@ AHEAD = {"pull": 2, "push": 3}
 
 
 def _peers(name: str, run: Pass, group: int) -> None:
-    """Schedule the strategy "pull" or "push": a copy engine brings whole shards of keys straight from their owners.
-
-    The copy of a shard starts up to ``AHEAD[name]`` steps before the step that uses the shard.
-
-    In the backward, the copy engine also sends each step's gradients to the owner of the step's keys. The owner adds the
-    gradients that it has received to its own sum one step later.
-    """
+    """Schedule "pull" or "push": a copy engine brings shards from their owners up to ``AHEAD[name]`` steps ahead. In the backward
+    it also sends each step's gradients to the owner, which adds them to its own sum one step later."""
     line, load, ahead = run.line, run.load, AHEAD[name]
     line.host_step = getattr(run.machine, f"host_{name}_{'backward' if run.backward else 'forward'}")
     keys, gradients, steps = load.kv * load.item, load.kv * load.wide, len(load.plan.shifts)

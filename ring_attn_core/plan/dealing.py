@@ -86,11 +86,8 @@ class _Remaining:
         return self.costs[index] + self.cost_before(self.items[index].start + offset) - self.items[index].before
 
     def costly(self, local: int, share: float) -> int:
-        """Return how many of a rank's ``local`` tokens to take from the costly end; the other tokens come from the cheap end.
-
-        Bisection finds the number for which the cost of the rank is ``share``. Another number, which cuts fewer items, is
-        preferred if the cost of the rank then deviates from ``share`` by at most ``SLACK * share``.
-        """
+        """Return how many of a rank's ``local`` tokens to take from the costly end, so that its cost is ``share``. Another
+        number, which cuts fewer items, is preferred if the cost then deviates by at most ``SLACK * share``."""
         total = self.tokens[-1]
         excess = lambda x: self.cost_of_first(local - x) + self.costs[-1] - self.cost_of_first(total - x) - share
         low, high = 0, local
@@ -105,11 +102,7 @@ class _Remaining:
         return min(fit, key=lambda y: (cut(y), abs(y - x)), default=x)
 
     def _to_edge(self, cut: int) -> tuple[int, ...]:
-        """Return the distances, in tokens, from a cut to the previous edge (at most 0) and to the next edge (above 0).
-
-        The cut is before token ``cut``, counted from 0 over all items in order. An edge is the beginning or end of a document or
-        item. If the cut is between two items, it need not move: return (0,).
-        """
+        """Return the tokens from a cut to the previous edge (at most 0) and the next (above 0); (0,) between two items."""
         index, offset = self.at(cut)
         if not offset:
             return (0,)
@@ -146,17 +139,9 @@ def _item(start: int, end: int, cost_before: Callable[[int], float]) -> _Item:
 def deal(
     cuts: list[int], edges: list[int], ranks: int, cost_before: Callable[[int], float], as_queries: int = 0
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Assign the tokens of items to each rank in turn, and return each rank's runs (start, length).
-
-    ``cuts``: the boundaries of the items, as positions in order from 0 to the number of tokens of all ranks. ``edges``: the
-    boundaries of documents and of segments of a tree; a cut inside an item may move to an edge at most ``SNAP`` tokens away.
-    ``cost_before``: a function from a position to the cost of all queries before it. The ranks get nearly equal costs if later
-    queries of an item cost at least as much as earlier queries.
-
-    ``as_queries``: a cost of each run in addition to the cost of its queries, in units of the cost of its first query
-    (see ``AS_QUERIES``). If it is not 0, the tokens are assigned twice: ranks with costlier runs in the first assignment get
-    fewer pairs in the second.
-    """
+    """Return each rank's runs (start, length) of nearly equal cost, if later queries of an item cost no less than earlier ones.
+    ``cuts``: boundaries of the items. ``edges``: those of documents and tree segments; a cut may move to one at most ``SNAP``
+    tokens away. ``as_queries``: a run's cost in its first queries, made even by a second assignment."""
     items, local = sorted(_item(start, end, cost_before) for start, end in pairwise(cuts)), cuts[-1] // ranks
     first = _dealt(items, edges, cost_before, local, [0.0] * ranks)
     of_runs = [as_queries * sum(cost_before(start + 1) - cost_before(start) for start, _ in runs) for runs in first]
@@ -181,11 +166,7 @@ def _dealt(
 
 
 def joined(edges: list[int], local: int) -> list[int]:
-    """Join neighbouring short items, and return the edges of the resulting items.
-
-    ``edges``: the positions at which an item begins or ends, in order. Neighbours are joined if they have at most
-    ``min(max(local // 8, LEAST_CHUNK), MOST_CHUNK, local)`` tokens together. ``local``: tokens per rank.
-    """
+    """Join neighbouring items that together fit a chunk (an eighth of ``local``, within limits), and return the edges left."""
     chunk = min(max(local // 8, LEAST_CHUNK), MOST_CHUNK, local)
     kept = edges[:1]
     for edge, following in pairwise([*edges[1:], edges[-1] + chunk + 1]):

@@ -21,21 +21,15 @@ from .ring import RingPlan
 
 
 class Slice(NamedTuple):
-    """One slice of each owner's shard, sent at one shift: ``lengths[owner]`` tokens from index ``firsts[owner]`` on.
-
-    A slice of length 0 is not sent. ``end``: an index in the shard. On every owner this slice ends there or before, and the next
-    slice of the same shift begins there or after.
-    """
+    """One slice of each owner's shard, sent at one shift: ``lengths[owner]`` tokens from index ``firsts[owner]`` on, unless 0.
+    ``end``: on every owner this slice ends at this index or before, and the next of the shift begins there or after."""
 
     firsts: tuple[int, ...]
     lengths: tuple[int, ...]
     end: int
 
     def tokens(self, owner: int, even: bool = False) -> int:
-        """Return the number of tokens of this slice that ``owner`` sends.
-
-        With ``even``, an owner whose slice is not empty sends ``longest`` tokens, so that array sizes are static, as in JAX.
-        """
+        """Return the tokens of this slice that ``owner`` sends; ``even``: ``longest`` unless 0, for JAX's static sizes."""
         return self.longest if even and self.lengths[owner] else self.lengths[owner]
 
     @property
@@ -45,10 +39,7 @@ class Slice(NamedTuple):
 
     @property
     def even_firsts(self) -> tuple[int, ...]:
-        """Return the first index of each owner's slice after the slice is extended to ``longest`` tokens.
-
-        A slice is extended at its end, but not beyond ``end``; tokens that are still lacking are added at its beginning.
-        """
+        """Return each first index after slices grow to ``longest`` tokens, without exceeding ``end``."""
         return tuple(min(first, self.end - self.longest) for first in self.firsts)
 
     def meets(self, after: Slice) -> bool:
@@ -74,10 +65,7 @@ class DirectPlan(RingPlan):
         return {shift: tuple(self._of_shift(shift)) for shift in self.shifts[1:]}
 
     def _of_shift(self, shift: int) -> list[Slice]:
-        """Return the slices sent at this shift: one for each key run in which a reader sees some key.
-
-        A reader is the rank ``shift`` ranks after an owner. Consecutive slices that meet in every shard are joined.
-        """
+        """Return the slices sent at this shift, one for each key run in which a reader (``shift`` ranks on) sees some key."""
         found: list[Slice] = []
         for run in range(len(self.k_runs[0])):
             parts = [self._visible(owner, (owner + shift) % self.ranks, run) for owner in range(self.ranks)]
@@ -95,10 +83,7 @@ class DirectPlan(RingPlan):
         return sum(self._visible(owner, reader, run)[1] for run in range(len(self.k_runs[0])))
 
     def _visible(self, owner: int, reader: int, run: int) -> tuple[int, int]:
-        """Return (first, length) of the shortest stretch of a key run that holds all keys visible to the reader's queries.
-
-        ``run``: the index of the owner's key run. ``first``: an index in the owner's shard. The length is 0 if no key is visible.
-        """
+        """Return (first index in the shard, length) of the shortest stretch of a key run with all keys that the reader sees."""
         base, *keys = self.k_runs[owner][run]
         seen = (visible_keys(_run(*queries), _run(*keys), self.mask) for _, *queries in self.q_runs[reader])
         some = [(first, end) for first, end in seen if first < end]
@@ -113,12 +98,8 @@ def _run(length: int, start: int, stride: int) -> Run:
 
 
 def visible_keys(queries: Run, keys: Run, mask: Band) -> tuple[int, int]:
-    """Return the interval [first, end) of the keys that some query sees, as indices in the run ``keys``; (0, 0) if none.
-
-    Let i and j be the indices of a query and a key in their runs. The runs have equal strides, so the mask is
-    ``lo <= i - j <= hi``. One of n queries sees key j if ``max(0, j + lo) <= min(n - 1, j + hi)``, which means
-    ``-hi <= j <= n - 1 - lo``.
-    """
+    """Return the interval [first, end) of the keys that some query sees, as indices in the run ``keys``; (0, 0) if none. One of n
+    queries sees key j if ``max(0, j + lo) <= min(n - 1, j + hi)``, which means ``-hi <= j <= n - 1 - lo``."""
     band = mask.onto(queries, keys)
     if queries.length == 0 or (band.lo is not None and band.hi is not None and band.lo > band.hi):
         return 0, 0

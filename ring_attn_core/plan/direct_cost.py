@@ -38,11 +38,7 @@ def direct(run: Pass, group: int) -> None:
 
 
 def _needed(run: Pass, size: float) -> None:
-    """Schedule the strategy "direct" in a balanced layout: an exchange of keys and values, and one step.
-
-    In the backward the gradients of the exchanged keys and values are sent after the step. ``size``: number of elements of the
-    keys and values that the busiest rank sends or receives.
-    """
+    """Schedule "direct" in a balanced layout: an exchange of ``size`` elements, one step, and in the backward their gradients."""
     line, load, item, wide = run.line, run.load, size * run.load.item, size * run.load.wide
     works = [run.work(shift) for shift in load.plan.shifts]
     line.copy(2 * item, NEEDED)

@@ -29,11 +29,7 @@ PairCost = Callable[[int], float]
 
 
 def document_rows(documents: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the lengths of documents as one tuple for each batch row.
-
-    ``documents``: a sequence of lengths for one row, or a sequence of such sequences, one for each row. Raise ValueError if it is
-    neither, if a length is not an integer of at least 1, or if an inner sequence is empty.
-    """
+    """Return the lengths of documents, passed for one row or for each of several, as one tuple for each batch row."""
     if not isinstance(documents, Iterable) or isinstance(documents, str | bytes):
         raise ValueError(f"documents are the lengths of documents in tokens, such as (4096, 1024), got {in_words(documents)}")
     rows = list(documents)
@@ -51,12 +47,8 @@ def document_rows(documents: Any) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """The documents of each batch row, the masks inside them, and the cost of a visible (query, key) pair.
-
-    ``rows``: the lengths of the documents, one tuple for each batch row. ``masks``: pairs (mask, cost of a visible pair under
-    this mask). In a model whose layers have different masks, the cost is the number of layers with that mask. ``pair_cost``: a
-    function from the length of a document to a factor, which multiplies the cost of each pair in that document.
-    """
+    """The documents' lengths of each batch row, the masks inside them, and the cost of a visible pair. ``masks``: (mask, cost of
+    a pair, such as its number of layers). ``pair_cost``: a factor from a document's length."""
 
     rows: tuple[tuple[int, ...], ...]
     masks: tuple[tuple[Band, float], ...] = ((causal(), 1),)
@@ -64,11 +56,7 @@ class PackedDocuments:
 
     @classmethod
     def of(cls, documents: Any, mask: Any = None, pair_cost: PairCost | None = None) -> PackedDocuments:
-        """Return the arguments as PackedDocuments. Raise ValueError if a length, a mask or the cost of a mask is invalid.
-
-        ``documents``: lengths, as in :func:`document_rows`. ``mask``: a Band, or a mapping of Bands to costs; None is
-        ``causal()``.
-        """
+        """Return checked PackedDocuments; ``mask`` is a Band, a mapping of Bands to costs, or None for ``causal()``."""
         weighted = list(mask.items()) if isinstance(mask, Mapping) else [(causal() if mask is None else mask, 1)]
         for band, cost in weighted:
             check_mask(band)
@@ -105,11 +93,8 @@ class PackedDocuments:
         return sum(before(position + 1) - before(position) for position in run.positions())
 
     def seen(self, runs: Iterable[Run]) -> list[tuple[int, int]]:
-        """Return the keys that queries of ``runs`` see, as disjoint intervals (first, end) of positions, sorted.
-
-        In each document, a run counts as seeing all keys from the first key that its first query sees to the last key that its
-        last query sees. If the stride of the run is not 1, these may include keys that no query sees.
-        """
+        """Return the keys that queries of ``runs`` see, as sorted disjoint intervals (first, end) of positions. A run counts as
+        seeing all keys of a document from the first of its first query to the last of its last query."""
         found = []
         for run in runs:
             last = run.start + run.stride * (run.length - 1)

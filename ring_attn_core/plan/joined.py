@@ -14,16 +14,9 @@ Runs = tuple[tuple[tuple[int, int, int, int], ...], ...]
 
 @dataclass(frozen=True)
 class JoinedPlan(RingPlan):
-    """The plan of a ring in which each rank computes on the joined shards of a group of consecutive ranks, in rank order.
-
-    ``q_shards``, ``k_shards``: number of query shards and of key shards that are joined; both divide ``ranks``. All ranks of a
-    group have the same runs. At shift s, rank r works on the keys of the group of rank r - s; s is a multiple of ``k_shards``.
-    ``seq_local``, ``kv_local`` and ``positions`` refer to single shards. ``head_split``: the heads that each rank of a group
-    computes; None: all heads.
-
-    Shards consist of slots (two in zigzag) with ``q_slot`` or ``k_slot`` tokens each. In a balanced layout the joined shards form
-    one slot, whose tokens are in order of position, as kernels need them. In other layouts each shard keeps its own slots.
-    """
+    """The plan of a ring in which each rank computes on the joined shards of a group, ``q_shards`` and ``k_shards`` of them. At
+    shift s, a multiple of ``k_shards``, rank r works on the keys of the group of rank r - s; ``seq_local``, ``kv_local`` and
+    ``positions`` refer to single shards. In a balanced layout the joined shards form one slot in order of position."""
 
     q_shards: int = 1  # type: ignore[misc]  # a constant of RingPlan
     k_shards: int = 1  # type: ignore[misc]
@@ -46,10 +39,7 @@ class JoinedPlan(RingPlan):
 
     @property
     def q_slot(self) -> int:
-        """Return the number of tokens of a query slot.
-
-        In a balanced layout these are all tokens of the joined query shards; in another layout, those of one slot of one shard.
-        """
+        """Return the tokens of a query slot: in a balanced layout all of the joined shards, else of one shard's slot."""
         return super().q_slot * (self.q_shards if isinstance(self.layout, BalancedLayout) else 1)
 
     @property
@@ -72,11 +62,7 @@ class JoinedPlan(RingPlan):
 
 
 def _joined(runs: Runs, shards: int, local: int) -> Runs:
-    """Return for each rank the runs of all ranks of its group, with offsets counted from the beginning of the joined shards.
-
-    A run is (base, length, start, stride) with ``base`` as the offset. A group has ``shards`` consecutive ranks with ``local``
-    tokens each.
-    """
+    """Return for each rank the runs of all ranks of its group, with offsets (the first number) counted in the joined shards."""
     groups = [runs[first : first + shards] for first in range(0, len(runs), shards)]
     joined = [tuple((i * local + base, *run) for i, each in enumerate(group) for base, *run in each) for group in groups]
     return tuple(joined[rank // shards] for rank in range(len(runs)))  # type: ignore[arg-type]

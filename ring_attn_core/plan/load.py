@@ -29,15 +29,9 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """The sizes that determine the time of a call.
-
-    ``plan``: the plan of the ring. At shift s of the plan, rank r works on the keys of rank r - s. ``item``: bytes of an element
-    of q, k and v. ``host_ranks``: number of consecutive ranks per host, 0 if unknown. ``share``: visible pairs divided by pairs
-    under the mask alone (documents ignored); below 1 for documents of known lengths. ``extents``: whether the call has extents,
-    which limit the keys of each query or the queries of each key to a range. ``peer_access``: whether the ranks can copy from and
-    to the memory of each other's GPUs. ``needed``: the plan of strategy "direct" in a balanced layout if this plan certainly
-    sends every visible key, else None. ``even``: whether all ranks send equally many keys under ``needed``, as in JAX.
-    """
+    """The sizes that determine the time of a call. ``item``: bytes of an element of q, k and v. ``host_ranks``: consecutive ranks
+    per host, 0 if unknown. ``share``: visible pairs per pair under the mask. ``needed``: the plan of "direct" in a balanced
+    layout if it certainly sends every visible key. ``even``: ranks send equally many, as in JAX."""
 
     plan: RingPlan
     batch: int
@@ -95,30 +89,19 @@ class Load:
         return known
 
     def _part(self, rank: int, shift: int) -> int:
-        """Return an estimate of ``area`` in a balanced layout: each shift gets visible pairs in proportion to its number of keys.
-
-        Shift 0 has the rank's own keys. The other shifts have equal numbers of the received keys. Each rank is assumed to receive
-        ``needed.busiest()`` keys.
-        """
+        """Estimate ``area`` in a balanced layout: pairs in proportion to keys, ``needed.busiest()`` of them over all hops."""
         assert self.needed is not None
         pairs, own = self.needed.pairs(rank), self.plan.kv_local / (self.plan.kv_local + self.needed.busiest())
         return round(pairs * own if shift == 0 else pairs * (1 - own) / max(len(self.plan.hops), 1))
 
     @cached_property
     def needed_share(self) -> float:
-        """Return the keys that the busiest rank receives or sends under ``needed``, as a fraction of the keys received in a ring.
-
-        In a ring, each rank receives one shard of keys at each of the plan's hops.
-        """
+        """Return the keys of the busiest rank under ``needed``, as a fraction of the keys that a rank receives in a ring."""
         assert self.needed is not None
         return self.needed.busiest(self.even) / max(len(self.plan.hops) * self.plan.kv_local, 1)
 
     def queries(self, rank: int, shift: int) -> int:
-        """Return the number of queries of a rank that must be processed at a shift, summed over its runs.
-
-        In each run, count from the first query that sees a key under the mask to the last such query; ignore extents. If the load
-        has a plan of needed keys (``needed``), the number is an estimate from ``needed_share``.
-        """
+        """Return the queries of a rank to process at a shift: in each run from the first to the last that sees a key."""
         plan, mask = self.plan, self.plan.mask
         if self.needed is not None:
             return round(plan.seq_local * min(self.needed_share if shift else 1.0, 1.0))
@@ -132,11 +115,7 @@ class Load:
         return total
 
     def operations(self, pairs: float) -> tuple[float, float]:
-        """Return the floating-point operations (forward, backward) of visible pairs, summed over all batch rows and heads.
-
-        ``pairs``: (query, key) pairs under the mask in one batch row and head. Only the fraction ``share`` of them is visible,
-        and only visible pairs are counted.
-        """
+        """Return the floating-point operations (forward, backward) of all rows and heads with ``pairs`` under the mask."""
         d, e, each = self.head_dim, self.v_dim, 2 * self.batch * self.heads * self.share * pairs
         return each * (d + e), each * (3 * d + 2 * e)
 
@@ -147,16 +126,10 @@ class Load:
         return Seconds(forward / self.forward_rate(machine), backward / self.backward_rate(machine))
 
     def forward_rate(self, machine: Machine) -> float:
-        """Return the floating-point operations per second of the forward. The rate falls linearly below a head dim of 128.
-
-        At a head dim of 64 this function returns 0.67 of the full rate. Measurements gave 0.69 and 0.81 of the full rate.
-        """
+        """Return the forward's operations per second, falling below a head dim of 128: 0.67 at 64 (measured 0.69, 0.81)."""
         return machine.forward_rate * min(1.0, (self.head_dim + 64) / 192)
 
     def backward_rate(self, machine: Machine) -> float:
-        """Return the floating-point operations per second of the backward. The rate falls linearly below a head dim of 128.
-
-        If ``head_dim`` or ``v_dim`` exceeds 128, the backward needs two passes, which have 7 matrix products in all instead of 5.
-        """
+        """Return the backward's operations per second; above a head dim of 128 two passes need 7 matrix products instead of 5."""
         passes = 5 / 7 if max(self.head_dim, self.v_dim) > 128 else 1.0
         return machine.backward_rate * min(1.0, (self.head_dim + 64) / 192) * passes

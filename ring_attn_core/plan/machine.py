@@ -21,24 +21,19 @@ VERSION = 1
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The speed of one rank and of its links. Times are in seconds, sizes in bytes.
+    """The speed of one rank and of its links, in seconds and bytes. Fields with a default are 0 if they were not measured.
 
-    ``forward_rate``, ``backward_rate``: floating-point operations per second of attention on long shards, with a head dim of 128
-    and elements of 2 bytes (4 on a CPU). A visible pair takes 4 operations per head and dim forward, 10 backward.
-    ``forward_step``, ``backward_step``: time of a step without its matrix products, for each (query, head) pair that sees a key,
-    with a v_dim of 128. ``forward_state``: time added to ``forward_step`` for the online-softmax state if there are several
-    steps. ``links``: pairs (n, rate): if n ranks of a host send at once, each sends ``rate`` bytes per second to another rank and
-    receives equally many. ``collective``: bytes per second that a rank receives in an all-gather or all-to-all within a host.
-    ``network``: bytes per second that a rank sends to another host. ``latency``, ``network_latency``: time before the first byte,
-    within a host and between hosts. ``host_forward``, ``host_backward``, ``host_send``, ``host_copy``: the host's time to start a
-    forward step, a backward step, a transfer or a copy. ``copies``: bytes per second moved by copies in a rank's memory.
-    ``memory``: size of a rank's memory.
-
-    Fields with a default are 0 if they were not measured. ``contention``: a kernel that overlaps with a transfer takes longer by
-    this fraction of the overlap, because NCCL's kernels occupy multiprocessors. ``peer``, ``peer_latency``: bytes per second that
-    the copy engine copies from the memory of another GPU of the host, and its time before the first byte. ``host_pull_...``,
-    ``host_push_...``: the host's time for a step of the strategies "pull" and "push", transfers and flags included. ``noise``:
-    relative difference between repeats of a measurement.
+    ``forward_rate``, ``backward_rate``: operations per second of attention on long shards, with a head dim of 128 and elements of
+    2 bytes (4 on a CPU). A visible pair takes 4 operations per head and dim forward, 10 backward. ``forward_step``,
+    ``backward_step``: time of a step without its matrix products, for each (query, head) pair that sees a key, with a v_dim of
+    128. ``forward_state``: addition for the online-softmax state of several steps. ``links``: pairs (n, rate): if n ranks of a
+    host send at once, each sends and receives ``rate`` bytes per second. ``collective``: bytes per second received in an
+    all-gather or all-to-all within a host. ``network``: bytes per second to another host. ``latency``, ``network_latency``: time
+    before the first byte. ``host_...``: the host's time to start a step, a transfer or a copy. ``copies``: bytes per second moved
+    in a rank's memory. ``contention``: a kernel takes longer by this fraction of its overlap with a transfer, because NCCL's
+    kernels occupy multiprocessors. ``peer``, ``peer_latency``: the copy engine's rate from another GPU of the host, and its time
+    before the first byte. ``host_pull_...``, ``host_push_...``: a step with transfers and flags. ``noise``: relative difference
+    between repeats.
     """
 
     name: str
@@ -88,10 +83,7 @@ class Machine:
                 )
 
     def link(self, ranks: int) -> float:
-        """Return the rate of a link, in bytes per second, if ``ranks`` ranks of a host send at once.
-
-        If ``ranks`` was not measured, return the rate of the next larger number of ranks, or else that of the largest number.
-        """
+        """Return a link's bytes per second for ``ranks`` sending ranks, by the next larger measured number, or the largest."""
         return next((rate for of, rate in self.links if of >= ranks), self.links[-1][1])
 
     def to_json(self) -> str:
@@ -131,10 +123,7 @@ OPTIONAL = frozenset(field.name for field in fields(Machine) if field.default ==
 
 
 def slowest(machines: Sequence[Machine]) -> Machine:
-    """Return a machine with the worst value of each field in ``machines``, because a ring waits for its slowest rank.
-
-    The result does not depend on the order of ``machines``, so ranks with the same records get the same result.
-    """
+    """Return a machine with the worst value of each field, in any order, because a ring waits for its slowest rank."""
     names = sorted({each.name for each in machines})
     worst: dict[str, Any] = {"name": " and ".join(names)}
     for field in fields(Machine):

@@ -20,11 +20,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Hardware(NamedTuple):
-    """The hardware of a ring.
-
-    ``machine``: the measured speed of a rank, None if not measured. ``host_ranks``: consecutive ranks on each host, 0 if unknown.
-    ``peer_access``: whether the ranks can copy from and to the memory of each other's GPUs.
-    """
+    """A rank's measured speed or None, consecutive ranks per host (0: unknown), and whether ranks can copy between GPUs."""
 
     machine: Machine | None = None
     host_ranks: int = 0
@@ -32,18 +28,12 @@ class Hardware(NamedTuple):
 
 
 def path_of(framework: str, device: str) -> Path:
-    """Return the path of the record of a kind of device, such as ``~/.cache/ring-attn/torch-NVIDIA-H200.json``.
-
-    Raise RuntimeError if the user has no home folder.
-    """
+    """Return the path of the record of a kind of device, such as ``~/.cache/ring-attn/torch-NVIDIA-H200.json``."""
     return Path.home() / ".cache" / "ring-attn" / f"{framework}-{re.sub('[^A-Za-z0-9.]+', '-', device)}.json"
 
 
 def check_folder() -> None:
-    """Make the folder of the records, and write and delete a file in it, to find errors before a long measurement.
-
-    Raise ValueError if that fails, or RuntimeError if the user has no home folder.
-    """
+    """Make the folder of the records, and write and delete a file in it, to find errors before a long measurement."""
     folder = path_of("", "").parent
     part = folder / f".{os.getpid()}"
     try:
@@ -55,10 +45,7 @@ def check_folder() -> None:
 
 
 def save(machine: Machine, framework: str) -> Path:
-    """Write a record atomically and return its path: write a temporary file in the same folder, then rename it.
-
-    Raise ValueError if the file cannot be written, or RuntimeError if the user has no home folder.
-    """
+    """Write a record atomically and return its path: write a temporary file in the same folder, then rename it."""
     path = path_of(framework, machine.name)
     part = path.with_name(f"{path.name}.{os.getpid()}")
     try:
@@ -75,10 +62,7 @@ def _unwritable(path: Path, error: OSError) -> ValueError:
 
 
 def stored(framework: str, device: str) -> Machine | None:
-    """Return the record of a kind of device, or None if its file does not exist or the user has no home folder.
-
-    Raise ValueError, naming the file, if the file cannot be read or is damaged.
-    """
+    """Return the record of a kind of device, or None if its file does not exist or the user has no home folder."""
     try:
         path = path_of(framework, device)
     except RuntimeError:  # the user has no home folder
@@ -98,11 +82,7 @@ def host() -> str:
 
 
 def ranks_of_a_host(hosts: Sequence[str]) -> int:
-    """Return the number of consecutive ranks on each host.
-
-    Return 0 if hosts have different numbers of ranks, or if the ranks of a host are not consecutive. ``hosts``: the name of each
-    rank's host.
-    """
+    """Return the number of consecutive ranks on each host; 0 if it differs or the ranks of a host are not consecutive."""
     size = next((rank for rank, each in enumerate(hosts) if each != hosts[0]), len(hosts))
     groups = [set(hosts[first : first + size]) for first in range(0, len(hosts), size)]
     each_alone = len(set(hosts)) == len(groups) and all(len(group) == 1 for group in groups)

@@ -34,10 +34,7 @@ PARTS = 8
 
 
 class Stretch(NamedTuple):
-    """The keys at ``length`` consecutive positions from ``start`` on, held by the rank ``owner``.
-
-    ``first``: the index of the first of these keys in the owner's shard.
-    """
+    """The keys at ``length`` positions from ``start`` on, held by the rank ``owner`` from index ``first`` of its shard on."""
 
     start: int
     length: int
@@ -47,12 +44,8 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class NeededPlan(RingPlan):
-    """The plan of the strategy "direct" in a balanced layout.
-
-    Its only step, at shift 0, has the keys that a rank *attends to*: its own keys and those that it receives. Sorted by position,
-    these keys form the *shard of the step*. If there were two steps, the transfer could overlap with the first step. But then
-    partial results would be written and read in float32, which takes longer than the transfer.
-    """
+    """The plan of "direct" in a balanced layout: one step at shift 0, on own and received keys by position (the *shard of the
+    step*). In two steps the transfer could overlap, but partial results in float32 would take longer than the transfer."""
 
     by_documents: bool = False
     """True if the documents of the layout limit what queries see."""
@@ -76,10 +69,7 @@ class NeededPlan(RingPlan):
         return self._padded(max(self.tokens(owner, reader) for owner in ranks for reader in ranks))
 
     def busiest(self, even: bool = False) -> int:
-        """Return the largest number of keys that one rank receives or sends.
-
-        With ``even``, each rank sends ``most_tokens`` keys to each other rank, as in JAX.
-        """
+        """Return the most keys that one rank receives or sends; with ``even``, ``most_tokens`` to each other rank, as in JAX."""
         return (self.ranks - 1) * self.most_tokens if even else self._busiest
 
     @cached_property
@@ -91,10 +81,7 @@ class NeededPlan(RingPlan):
         return max(*received, *sent.values(), 0)
 
     def pairs(self, rank: int) -> float:
-        """Return the number of visible (query, key) pairs of a rank's queries, as the mean over the layout's batch rows.
-
-        A query sees the keys that the mask allows; if ``by_documents`` is True, only those of its own document.
-        """
+        """Return the number of visible (query, key) pairs of a rank's queries, as the mean over the layout's batch rows."""
         assert isinstance(self.layout, BalancedLayout)
         packed = _packed(self.layout, self.mask, self.kv_length, self.by_documents)
         return sum(map(packed.cost, self.layout.held(rank))) / len(packed.rows)
@@ -136,10 +123,7 @@ class NeededPlan(RingPlan):
 
     @cached_property
     def k_runs(self) -> tuple[Runs, ...]:  # type: ignore[override]
-        """Return the runs of consecutive positions in each rank's shard of the step, as (base, length, start, stride).
-
-        ``base``: offset in this shard. ``start``: first position. Empty runs are added, so that each rank has equally many runs.
-        """
+        """Return each rank's runs (base in the shard of the step, length, start, stride), and empty ones up to equally many."""
         if not self.exchanges:  # the step has this rank's shard as it is
             return tuple(self._runs(rank, self.kv_local, self.kv_length) for rank in range(self.ranks))
         of_ranks = [self._runs_of(self.available(rank)) for rank in range(self.ranks)]
@@ -160,11 +144,7 @@ class NeededPlan(RingPlan):
         return _merged([(each.start, each.start + each.length) for _, each in self.places(rank)])
 
     def places(self, rank: int) -> list[tuple[int, Stretch]]:
-        """Return (base, stretch) for each stretch of keys that ``rank`` attends to, its own included, in order of position.
-
-        ``base``: index of the stretch's first key in the shard of the step. A :class:`Stretch` is a run of positions that one
-        rank, its ``owner``, holds.
-        """
+        """Return (base in the shard of the step, stretch) for each stretch that ``rank`` attends to, by position."""
         stretches = sorted((*self.held(rank), *self.received(rank)))
         return [*zip(accumulate((each.length for each in stretches), initial=0), stretches, strict=False)]
 
@@ -175,10 +155,7 @@ class NeededPlan(RingPlan):
 
 
 def check_available(extents: Any, plan: NeededPlan, rank: int) -> None:
-    """Raise ValueError if a query of ``rank`` may see a key that the rank neither holds nor receives.
-
-    ``extents``: int [batch, seq_local, 2] on the host, first and end (exclusive) of the key positions that each query may see.
-    """
+    """Check that ``rank`` has all keys that its queries may see by ``extents``, int [batch, seq_local, 2] on the host."""
     if (why := unavailable(extents, plan, rank)) is not None:
         raise ValueError(
             f'strategy="direct" sends the keys of the documents that the layout was made for, and {why}: pass the extents and '
@@ -187,11 +164,7 @@ def check_available(extents: Any, plan: NeededPlan, rank: int) -> None:
 
 
 def unavailable(extents: Any, plan: NeededPlan, rank: int) -> str | None:
-    """Describe the first query of ``rank`` that may see a key neither held nor received by the rank; return None if none does.
-
-    Such a query exists if the extents belong to other documents than those that the layout was made for. ``extents``: int
-    [batch, seq_local, 2] on the host, the first and end (exclusive) of the key positions that each query may see.
-    """
+    """Describe the first query whose extent, int [batch, seq_local, 2], holds a key that ``rank`` lacks, or return None."""
     import numpy as np
 
     assert isinstance(plan.layout, BalancedLayout)
@@ -213,10 +186,7 @@ def unavailable(extents: Any, plan: NeededPlan, rank: int) -> str | None:
 
 @lru_cache(maxsize=64)  # an entry per batch of packed documents, some 50 KB for 8 ranks
 def _stretches(layout: BalancedLayout, mask: Band, length: int, by_documents: bool) -> tuple[tuple[Stretch, ...], ...]:
-    """Return for each rank the keys of other ranks that its queries see, in order of position.
-
-    ``length``: number of keys without padding. ``by_documents``: True if a query sees keys of its own document only.
-    """
+    """Return for each rank the keys of other ranks that its queries see, by position; ``length``: keys without padding."""
     packed, held = _packed(layout, mask, length, by_documents), sorted(chain.from_iterable(_held(layout)))
     starts = [each.start for each in held]
     found = []

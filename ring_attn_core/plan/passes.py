@@ -34,11 +34,7 @@ class Pass:
         self.rate = load.backward_rate(machine) if self.backward else load.forward_rate(machine)
 
     def seconds(self, work: Work, continued: bool, slower: float = 1.0) -> float:
-        """Return the predicted time of a step's kernels, in seconds.
-
-        ``continued``: whether the online-softmax state comes from an earlier step or goes to a later step. ``slower``: a factor
-        that multiplies the time of the backward's matrix products.
-        """
+        """Return a step's predicted seconds; ``continued``: its online-softmax state comes from or goes to another step."""
         machine, load = self.machine, self.load
         of_query = machine.backward_step if self.backward else machine.forward_step
         of_query += machine.forward_state if continued and not self.backward else 0.0
@@ -51,10 +47,7 @@ class Pass:
         return self.of_shifts(dict.fromkeys(self.load.sample, shift))
 
     def of_shifts(self, shifts: dict[int, int]) -> Work:
-        """Return the maximum of each field of ``Work`` over the ranks in ``shifts``, each of which is at its own shift.
-
-        ``shifts``: a mapping from each rank to its shift. At shift s, ``rank`` works on the keys of ``rank - s``.
-        """
+        """Return the maximum of each field of ``Work`` over ranks, each at its own shift back to the owner of its keys."""
         load = self.load
         queries = max(load.queries(rank, shift) for rank, shift in shifts.items())
         return Work(max(load.area(rank, shift) for rank, shift in shifts.items()), queries / max(load.plan.seq_local, 1))

@@ -92,10 +92,7 @@ class RingPlan:
                 )
 
     def _take_lengths_of(self, layout: BalancedLayout) -> None:
-        """Set ``length`` and ``kv_length`` to the length of a balanced layout if they are None.
-
-        Raise ValueError if the number of ranks, the size of a shard or a length differs from that of the layout.
-        """
+        """Set missing lengths to that of a balanced layout, and check ranks, shards and lengths against it."""
         for name in ("length", "kv_length"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, layout.length)
@@ -243,10 +240,7 @@ class RingPlan:
 
     @staticmethod
     def _all_meet(band: Band, tokens: int, others: int) -> bool:
-        """Return whether ``band`` lets each of the first ``tokens`` queries see a key among the first ``others`` key positions.
-
-        It is enough to test the first and the last query. ``blank_keys`` swaps the roles of queries and keys.
-        """
+        """Return whether each of ``tokens`` queries, tested by first and last, sees one of the first ``others`` keys."""
         return all(band.onto(Run(p, 1), Run(0, others)).area(1, others) for p in (0, tokens - 1) if tokens)
 
     @cached_property

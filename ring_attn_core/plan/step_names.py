@@ -11,16 +11,9 @@ UNITS = "bytes", "KiB", "MiB", "GiB"
 
 
 def step_name(plan: RingPlan, number: int, shift: int, size: int, rank: int | None = None) -> str:
-    """Return the name of a step, such as "ring step 2 of 4, 32 MiB from rank 3".
-
-    The name states the number of the step, and the bytes and the owner of its keys. ``number``: counted from 1. ``shift``: number
-    of ranks that the keys have travelled. ``size``: bytes of the step's keys and of the arrays that travel with them. For a
-    DirectPlan ``size`` counts whole shards, but the name states the bytes of the slices that travel. ``rank``: this rank, or None
-    if it is traced.
-
-    If ``rank`` is None, the name states the distance to the owner of the keys instead of the owner. For a TwoLevelPlan ``shift``
-    must then be ``outer * host_ranks + inner``.
-    """
+    """Return the name of a step, such as "ring step 2 of 4, 32 MiB from rank 3". ``number`` counts from 1, and ``size`` whole
+    shards. ``rank``: None if traced; the name then states the distance to the owner of the keys, and for a TwoLevelPlan ``shift``
+    is ``outer * host_ranks + inner``."""
     steps = place_name(plan, number)
     if isinstance(plan, NeededPlan) and plan.exchanges:
         return f"{steps}, {in_units(size)} of own and received keys"
@@ -54,10 +47,7 @@ def place_name(plan: RingPlan, number: int) -> str:
 
 
 def in_units(size: int) -> str:
-    """Format a number of bytes, such as ``32 MiB``, in the largest of the units bytes, KiB, MiB and GiB that gives at least 1.
-
-    A symbolic number of ``jax.export`` stays in bytes, such as ``512*b bytes``.
-    """
+    """Format bytes in the largest unit that gives at least 1; a symbolic number of ``jax.export`` stays in bytes."""
     if not isinstance(size, int):
         return f"{size} bytes"
     power = min(max(size.bit_length() - 1, 0) // 10, len(UNITS) - 1)

@@ -17,11 +17,8 @@ from .machine import Machine
 
 @dataclass
 class Timeline:
-    """The timeline of one call: for each of four resources, the predicted time at which it becomes free.
-
-    ``host``, ``gpu``, ``queue`` (of transfers), ``engine`` (the copy engine): these times, in seconds from the start of the call.
-    ``ranks``: number of ranks of a host that send at the same time. ``host_step``: the host's time to start a step, in seconds.
-    """
+    """The seconds from the start of a call at which ``host``, ``gpu``, ``queue`` (of transfers) and copy ``engine`` become free.
+    ``ranks``: ranks of a host that send at once. ``host_step``: the host's time to start a step."""
 
     machine: Machine
     ranks: int
@@ -48,18 +45,12 @@ class Timeline:
         return self._transfer(size / rate, crosses)
 
     def collect(self, inside: float, across: float = 0.0) -> float:
-        """Add a collective that receives ``inside`` bytes from this host and ``across`` bytes from other hosts.
-
-        Return the time at which it ends.
-        """
+        """Add a collective of ``inside`` bytes from this host and ``across`` bytes from others; return its end."""
         seconds = max(inside / self.machine.collective, across / self.machine.network)
         return self._transfer(seconds, across > 0)
 
     def peer_copy(self, size: float) -> float:
-        """Add a copy of ``size`` bytes, by the copy engine, from or to another GPU's memory. Return the time at which it ends.
-
-        The time is infinite if the copy engine was not measured. The host's time to start the copy is part of ``host_step``.
-        """
+        """Add a copy by the copy engine, started within ``host_step``; return its end, infinite if not measured."""
         seconds = self.machine.peer_latency + size / self.machine.peer if self.machine.peer else math.inf
         self.engine = max(self.engine, self.gpu, self.host) + seconds
         return self.engine

@@ -44,12 +44,8 @@ class TwoLevel:
 
 
 class InnerRing(NamedTuple):
-    """The steps of one inner ring.
-
-    ``outer``: number of hosts that the keys have crossed. ``inner``: the shift of each step inside a host, in increasing order.
-
-    ``crossing``: number of hosts that the keys cross during these steps, on their way to the next inner ring; 0 in the last one.
-    """
+    """The steps of one inner ring. ``outer``: hosts that its keys have crossed. ``inner``: the rising shift of each step in a
+    host. ``crossing``: hosts that the keys cross during these steps, 0 in the last ring."""
 
     outer: int
     inner: tuple[int, ...]
@@ -57,18 +53,12 @@ class InnerRing(NamedTuple):
 
     @property
     def key_hops(self) -> int:
-        """Return the number of hops that keys make inside a host.
-
-        One hop goes from each step to the next. If the first shift of ``inner`` is not 0, one more hop precedes the first step.
-        """
+        """Return the hops of keys inside a host: one between steps, and one before the first unless its shift is 0."""
         return len(self.inner) - 1 + (self.inner[0] > 0)
 
     @property
     def gradient_hops(self) -> int:
-        """Return the number of hops that gradients make inside a host.
-
-        One hop goes from each step to the next. If the last shift of ``inner`` is not 0, one more hop goes to the owner's place.
-        """
+        """Return the hops of gradients inside a host: one between steps, and one home unless the last shift is 0."""
         return len(self.inner) - 1 + (self.inner[-1] > 0)
 
 
@@ -79,10 +69,7 @@ class TwoLevelPlan(RingPlan):
     host_ranks: int = 1
 
     def shift(self, rank: Rank, outer: int, inner: int) -> Rank:
-        """Return the distance in ranks from ``rank``, which may be traced, back to the owner of its keys.
-
-        The keys have crossed ``outer`` hosts and moved ``inner`` ranks on inside a host.
-        """
+        """Return the ranks from ``rank`` (may be traced) back to the owner of its keys, ``outer`` hosts and ``inner`` places."""
         n, host, place = self.host_ranks, rank // self.host_ranks, rank % self.host_ranks  # type: ignore[operator]
         hosts = self.ranks // n
         owner = (host - outer) % hosts * n + (place - inner) % n
@@ -90,10 +77,7 @@ class TwoLevelPlan(RingPlan):
 
     @cached_property
     def inner_rings(self) -> tuple[InnerRing, ...]:
-        """Return the inner rings that contain a step at which some rank may see a key.
-
-        The first inner ring is the one in which each host computes on its own keys.
-        """
+        """Return the inner rings with a step at which some rank may see a key, first the one on each host's own keys."""
         n = self.host_ranks
         needed = {
             outer: tuple(inner for inner in range(n) if (not outer and not inner) or self._seen(outer, inner))

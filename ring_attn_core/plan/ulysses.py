@@ -31,15 +31,11 @@ class Ulysses:
 
 
 class HeadSplit(NamedTuple):
-    """The split of ``heads`` query heads and ``kv_heads`` key heads among the ``ranks`` ranks of a Ulysses group.
+    """The split of query heads and key heads among the ``ranks`` ranks of a Ulysses group.
 
-    Rank i of the group computes the ``heads / ranks`` query heads from ``i * heads / ranks`` on, and receives the key heads that
-    these query heads read. On all ranks, each received copy of a key head serves the same number of query heads: the greatest
-    common divisor of ``heads / kv_heads`` and ``heads / ranks``. If more of a rank's query heads than that read a key head, the
-    rank gets several copies of this key head.
-
-    Example: 6 query heads, 3 key heads, 2 ranks. Query heads 0, 1 read key head 0, and so on. Rank 0 computes query heads 0, 1, 2
-    and receives key heads 0, 0, 1; rank 1 computes 3, 4, 5 and receives 1, 2, 2. ``k_local`` is 3 and ``copies`` is 2.
+    Each received copy of a key head serves gcd(heads / kv_heads, heads / ranks) query heads; a rank may get several copies of
+    one. Example: 6 query heads, 3 key heads, 2 ranks. Query heads 0, 1 read key head 0, and so on. Rank 0 computes query heads 0,
+    1, 2 and receives key heads 0, 0, 1; rank 1 computes 3, 4, 5 and receives 1, 2, 2. ``k_local`` is 3 and ``copies`` is 2.
     """
 
     heads: int
@@ -53,10 +49,7 @@ class HeadSplit(NamedTuple):
 
     @property
     def k_local(self) -> int:
-        """Return the number of key heads that a rank gets, copies included.
-
-        Each of these key heads is read by equally many of the rank's query heads.
-        """
+        """Return the number of key heads that a rank gets, copies included, each read by equally many of its query heads."""
         return self.q_local // gcd(self.heads // self.kv_heads, self.q_local)
 
     @property
