@@ -44,10 +44,7 @@ The share is ``Load.needed_share``: the keys that the busiest rank receives or s
 
 
 class Choice(NamedTuple):
-    """A strategy and the reason for it.
-
-    ``predicted``: predicted times by ``str(strategy)``, for each candidate that fits into memory; empty if none were predicted.
-    """
+    """A strategy, the reason for it, and predicted times by ``str(strategy)`` for each candidate that fits into memory."""
 
     strategy: Strategy
     why: str
@@ -55,18 +52,9 @@ class Choice(NamedTuple):
 
 
 def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Choice:
-    """Choose the strategy that "auto" takes for a call of the sizes ``load``.
-
-    The choice is "ring" if no keys travel. Otherwise it is the candidate with the least predicted time, within the limits ROOM
-    (extra memory) and GAIN, JOINED_GAIN and MARGIN (least speedup).
-
-    In a balanced layout the candidates are "ring" and "direct", the latter only if ``load.needed`` is set and
-    ``load.needed_share`` is at most HALF. If no times can be predicted (``_unpredictable``), the choice is "direct" if a balanced
-    layout has this candidate, else "ring".
-
-    ``machine``: the measured speed of the machine, None if not measured. ``backend``: the option of the call. ``device``: kind of
-    the device.
-    """
+    """Choose the strategy with the least predicted time within ROOM (extra memory), GAIN, JOINED_GAIN and MARGIN (least speedup).
+    It is "ring" if no keys travel. A balanced layout takes "direct" only if ``load.needed`` is set and ``load.needed_share`` is
+    at most HALF, then also without predicted times."""
     ring = lambda why: Choice("ring", why, {})
     if not load.plan.travels:
         return ring("no rank needs the keys of another, so nothing travels")
@@ -92,12 +80,7 @@ def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Ch
 
 
 def candidates(load: Load, machine: Machine) -> Iterator[Strategy]:
-    """Yield the strategies that "auto" compares for a call, "ring" first. In a balanced layout only "direct" follows.
-
-    Strategies that cannot run the call are left out. The strategies on joined shards (JOINED) are left out if queries or keys
-    have extents, and "push" and "pull" if ``without_peers`` gives a reason. If there are several hosts of several ranks each,
-    Ulysses and TwoLevel, with ``ranks`` equal to the ranks of a host, are candidates too.
-    """
+    """Yield the strategies that "auto" compares and that can run the call, "ring" first."""
     if load.needed is not None:
         yield from ("ring", "direct")
         return

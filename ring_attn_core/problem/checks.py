@@ -35,11 +35,7 @@ def check_softcap(softcap: Any) -> None:
 
 
 def check_v_dim(v_dim: Any, k_shape: Sequence[int], v_shape: Sequence[int] | None) -> int | None:
-    """Return ``v_dim`` as an int if v is not passed (``v_shape`` is None); return None if v is passed.
-
-    If v is passed, ``v_dim`` must be None or the size of v's last dimension. Without v, the values are the first ``v_dim``
-    columns of k, and ``v_dim`` must be an int from 1 to k's head_dim. Raise ValueError otherwise.
-    """
+    """Return ``v_dim`` as an int if v is not passed, since the values are then k's first ``v_dim`` columns; else None."""
     v_dim, traced = as_number(v_dim), STATIC if is_traced(v_dim) else ""
     if v_shape is not None:
         if v_dim is not None and not (_is_int(v_dim) and v_shape and v_dim == v_shape[-1]):
@@ -63,10 +59,7 @@ def _is_int(x: Any) -> bool:
 
 
 def check_mask_sizes(batch: Any, heads: Any, *dims: int) -> None:
-    """Raise ValueError if ``batch`` or ``heads`` of a dropout mask is not an int of at least 1, or ``dims`` is not (1, 1).
-
-    ``dims``: the number of dimensions of the array q_positions, and that of k_positions.
-    """
+    """Check the sizes of a dropout mask; ``dims``: the numbers of dimensions of q_positions and of k_positions."""
     for name, x in (("batch", batch), ("heads", heads)):
         if not is_integer(x) or x < 1:
             raise ValueError(f"{name} must be an int of at least 1, got {in_words(x)}")
@@ -128,33 +121,19 @@ def check_array(array: OptionalArray, q_shape: tuple[int, ...], k_shape: tuple[i
 
 
 def check_extents(extents: Any, q_runs: Iterable[tuple[int, int, int, int]], kv_length: int) -> None:
-    """Raise ValueError if an extent (first, end) has first > end or reaches beyond the keys; ignore extents of padding queries.
-
-    An extent is the interval of key positions that a query may see, without ``end``. ``extents``: one rank's shard [batch,
-    seq_local, 2], an int64 array of NumPy or PyTorch. ``q_runs``: the shard's runs (base, length, start, stride) (plan/ring.py).
-    ``kv_length``: number of keys of the sequence. Kernels do not check extents: they clip an extent that reaches beyond the keys,
-    and treat an extent with first > end as empty.
-    """
+    """Check one rank's extents, int64 [batch, seq_local, 2], except those of padding, because kernels only clip them."""
     _check_intervals("extents", extents, q_runs, ("query", "key", "kv_length"), kv_length)
 
 
 def check_key_extents(key_extents: Any, k_runs: Iterable[tuple[int, int, int, int]], length: int) -> None:
-    """Raise ValueError if a key extent (first, end) has first > end or reaches beyond the ``length`` queries.
-
-    A key extent is the interval of query positions that may see a key, without ``end``. ``key_extents``: one rank's shard [batch,
-    kv_local, 2], an int64 array of NumPy or PyTorch. ``k_runs``: the shard's runs (base, length, start, stride) (plan/ring.py).
-    """
+    """Check one rank's key extents, int64 [batch, kv_local, 2]: the query positions (end exclusive) that may see a key."""
     _check_intervals("key_extents", key_extents, k_runs, ("key", "query", "length"), length)
 
 
 def _check_intervals(
     name: str, extents: Any, runs: Iterable[tuple[int, int, int, int]], words: tuple[str, str, str], most: int
 ) -> None:
-    """Raise ValueError if an interval (first, end) has first > end or is not within 0 .. ``most``.
-
-    ``words``: three words for the message, such as "query", "key" and "kv_length" for ``extents``: the kind of token that has an
-    interval, the kind of tokens in the interval, and the name of ``most``.
-    """
+    """Check that intervals (first, end) lie within 0 .. ``most``; ``words`` name their owner, their contents and ``most``."""
     of, others, limit = words
     for base, length, start, stride in runs:
         first, end = extents[:, base : base + length, 0], extents[:, base : base + length, 1]
@@ -169,13 +148,7 @@ def _check_intervals(
 
 
 def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> tuple[Run, Run]:
-    """Return the runs of positions of a query block and a key block, each of shape [batch, tokens, heads, head_dim].
-
-    A run of None stands for the whole block, from position 0 on. Raise ValueError if a run is neither None nor a Run, a start or
-    length is not an integer, a stride is not an int of at least 1, or the two strides differ. Starts and lengths that are not
-    traced have more limits. Raise ValueError if one of them is negative, a length exceeds the tokens of its block, or a position
-    is not below 2^30.
-    """
+    """Return checked runs of a query and a key block [batch, tokens, heads, head_dim]; None is the whole block from 0 on."""
     checked = []
     for name, run, shape in (("q_run", q_run, q_shape), ("k_run", k_run, k_shape)):
         tokens = shape[1] if len(shape) == 4 else 0
@@ -212,10 +185,7 @@ def _number(name: str, field: str, x: Any) -> Any:
 
 
 def check_along(x: Any, is_array: bool, expected: str, dim: Any) -> None:
-    """Raise ValueError if ``x`` is not an array or has no dimension ``dim``.
-
-    ``is_array``: whether ``x`` is an array of the package. ``expected``: name of the array type, for the message.
-    """
+    """Check that ``x`` is an array of the package, whose type ``expected`` names, and has the dimension ``dim``."""
     if not is_array:
         raise ValueError(f"x must be {expected}, got {in_words(x)}: convert it first")
     if not is_integer(dim) or not -len(x.shape) <= dim < len(x.shape):
@@ -229,11 +199,7 @@ def check_number(name: str, x: Any) -> None:
 
 
 def check_pairs(a: Any, b: Any, is_array: Callable[[Any], bool], expected: str) -> list[tuple[Any, Any]]:
-    """Return the list of pairs (out, lse) passed to ``merge``: the pairs ``a`` and ``b``, or the list ``a`` if ``b`` is None.
-
-    Raise ValueError if an element is not a pair of arrays, or if the shapes do not fit together; a size of 1 broadcasts.
-    ``is_array``: a test for the package's array type. ``expected``: the name of this type, for the message.
-    """
+    """Return the checked pairs (out, lse) passed to ``merge``: ``a`` and ``b``, or the list ``a`` if ``b`` is None."""
     pairs, taken = [a, b] if b is not None else a, "merge takes two pairs (out, lse), or a list of them"
     if not isinstance(pairs, tuple | list) or not pairs or any(is_array(pair) for pair in pairs):
         raise ValueError(f"{taken}, got {in_words(pairs) if not pairs or not isinstance(pairs, tuple | list) else 'one pair'}")
@@ -260,10 +226,7 @@ def _check_pair(taken: str, pair: Any, is_array: Callable[[Any], bool], expected
 
 
 def check_own_pair(pair: Any, is_array: Callable[[Any], bool], expected: str) -> None:
-    """Raise ValueError if ``pair``, which a rank passes to ``merge_ring``, is not (out [..., v_dim], lse [...]).
-
-    Both arrays must have floating dtypes of at least two bytes.
-    """
+    """Check that ``pair`` is (out [..., v_dim], lse [...]), both of floating dtypes of at least two bytes."""
     _check_pair("merge_ring takes a pair (out, lse)", pair, is_array, expected)
     out, lse = pair
     if not out.shape or tuple(out.shape[:-1]) != tuple(lse.shape):

@@ -25,13 +25,9 @@ SCALES = "k_scale", "v_scale"
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Decode:
-    """One call of ``tree_attention_decode`` on one rank: its options, and the shapes and dtypes of its arrays. Hashable.
-
-    ``q_shape``: ``[batch, queries, heads, head_dim]``, the same on every rank. ``k_shape``, ``v_shape``: of this rank's part of
-    the cache, ``[batch, slots, kv_heads, head_dim]`` and ``[batch, slots, kv_heads, v_dim]``. ``dtypes``: names of the dtypes of
-    q, k and v. ``arrays``: the optional arrays of the call. ``capability``: compute capability of the NVIDIA GPU, such as 90, or
-    0 without a GPU. ``multiprocessors``: number of the GPU's multiprocessors.
-    """
+    """One call of ``tree_attention_decode`` on one rank, hashable. Shapes: q ``[batch, queries, heads, head_dim]`` on every rank,
+    k ``[batch, slots, kv_heads, head_dim]`` and v ``[batch, slots, kv_heads, v_dim]`` of this rank's part of the cache.
+    ``capability``: of the NVIDIA GPU, such as 90, or 0 without a GPU."""
 
     q_shape: tuple[int, ...]
     k_shape: tuple[int, ...]

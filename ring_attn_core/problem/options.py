@@ -26,15 +26,10 @@ NO_COUNT = 2**62
 class Options:
     """The options of one call of ``ring_attention`` or ``attend_block``: its arguments except arrays, ring and position runs.
 
-    ``return_lse`` is not an option here, because each call computes lse.
-
-    ``steps`` is not public: dilated attention sets it to skip shifts at which no query sees a key (see ``RingPlan``).
-    ``padded_chunk`` is not public either: prefill sets it, because the shards of its chunks may be padded to any size.
-    ``v_dim``: None if v is an array. If v was not passed, the values are the first ``v_dim`` columns of k, and only k travels.
-    ``dropout_offset``: global indices of the first batch row and of the first head of the call. An index is -1 if it is an array
-    on a device, whose value the host does not read. Only PyTorch compares this offset between ranks.
-    Raise ValueError if a value has the wrong type or is out of range. Not checked here: ``dropout_offset``, the names of layout
-    and backend, and whether a length is negative. ``Problem`` checks the options against the arrays.
+    ``steps`` and ``padded_chunk`` are not public: dilated attention skips shifts at which no query sees a key, and prefill may
+    pad the shards of its chunks to any size. ``v_dim``: None if v is an array; otherwise the values are the first ``v_dim``
+    columns of k, and only k travels. ``dropout_offset``: global indices of the first batch row and of the first head; -1 for an
+    array on a device, whose value the host does not read.
     """
 
     layout: str | BalancedLayout = "zigzag"
@@ -91,19 +86,13 @@ class Options:
 
     @property
     def counts(self) -> list[int]:
-        """Return the options that a PyTorch op takes as integers: lengths, mask bounds and dropout offset.
-
-        They may change between calls of a compiled program. NO_COUNT stands for None.
-        """
+        """Return the options that a PyTorch op takes as integers, since they change between calls; NO_COUNT is None."""
         counts = self.length, self.kv_length, self.mask.lo, self.mask.hi
         return [*(NO_COUNT if count is None else count for count in counts), *self.dropout_offset]
 
     @property
     def text(self) -> str:
-        """Return all options except ``counts`` as text, because the schema of a PyTorch op can hold text, but no records.
-
-        ``read`` makes an equal record from ``text`` and ``counts``. torch.compile must be able to trace each line of this code.
-        """
+        """Return all options except ``counts`` as text for a PyTorch op's schema; torch.compile must trace each line."""
         numbers = [None if x is None else float(x) for x in (self.scale, self.softcap, self.dropout_rate)]
         of_numbers = ", ".join([f"{x}" for x in numbers])
         steps = None if self.steps is None else list(self.steps)

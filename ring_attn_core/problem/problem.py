@@ -25,14 +25,11 @@ class Problem:
     """One call of ``ring_attention`` on one rank, as hashable data without arrays.
 
     Shapes describe the rank's shards: q ``[batch, seq_local, heads, head_dim]``, k ``[batch, kv_local, kv_heads, head_dim]``, v
-    ``[batch, kv_local, kv_heads, v_dim]``. If the values are columns of k, ``v_shape`` is the shape of these columns. ``dtypes``:
-    names of the dtypes of q, k and v. ``device``: kind of the device. ``arrays``: the optional arrays of the call.
-    ``capability``: compute capability of the NVIDIA GPU, such as 90, or 0 without one. ``framework``: "jax" or "torch". ``tma``:
-    whether the framework can launch kernels with TMA descriptors. ``traced_layout``: whether the layout is a TracedLayout of JAX.
-    ``machine``: the machine's record for the cost model, None if it was not measured. ``host_ranks``: number of consecutive ranks
-    on each host, 0 if unknown. ``peer_access``: whether, in this call, the ranks can copy from and to the memory of each other's
-    GPUs; "auto" takes "pull" or "push" only if they can. ``within_documents``: True if the extents of all ranks are known to stay
-    within the documents that a balanced layout was made for.
+    ``[batch, kv_local, kv_heads, v_dim]`` (perhaps columns of k). ``capability``: compute capability of the NVIDIA GPU, such as
+    90, or 0 without one. ``tma``: the framework can launch kernels with TMA descriptors. ``traced_layout``: the layout is a
+    TracedLayout of JAX. ``machine``: None if not measured. ``host_ranks``: consecutive ranks on each host, 0 if unknown.
+    ``peer_access``: in this call, ranks can copy between their GPUs. ``within_documents``: the extents of all ranks are known to
+    stay within the documents that a balanced layout was made for.
     """
 
     q_shape: tuple[int, ...]
@@ -67,10 +64,7 @@ class Problem:
 
     @cached_property
     def within(self) -> Problem | None:
-        """Return this problem with ``within_documents`` set to True; return None if this does not change the strategy of "auto".
-
-        Raise ValueError as ``check`` does.
-        """
+        """Return this problem with ``within_documents``, or None if this does not change the strategy of "auto"."""
         if self.options.strategy != "auto" or not isinstance(self.options.layout, BalancedLayout) or not self._has("extents"):
             return None
         self.check()
@@ -79,10 +73,7 @@ class Problem:
 
     @cached_property
     def ordinary(self) -> Problem:
-        """Return this problem with the values as a separate array v, because every backward reads such an array.
-
-        Return the problem itself if it already has the array v.
-        """
+        """Return this problem with the values as a separate array v, because every backward reads such an array."""
         options = self.options
         return replace(self, options=replace(options, v_dim=None)) if options.values_in_keys else self
 
@@ -103,11 +94,8 @@ class Problem:
 
     @cached_property
     def load(self) -> Load:
-        """Return the sizes that determine the time of the call.
-
-        Visible pairs are counted without the extents, because a rank does not know the extents of the other ranks. They are
-        counted from the mask, or from the documents of a balanced layout if ``within_documents`` is True.
-        """
+        """Return the sizes that determine the time of the call. Visible pairs are counted by mask or documents, without extents,
+        because a rank does not know those of the other ranks."""
         (b, _, heads, d), (_, _, kv_heads, e) = self.q_shape, self.v_shape
         extents = self._has("extents", "key_extents")
         hosts = min(self.host_ranks, self.ranks)
@@ -136,10 +124,7 @@ class Problem:
         return self.q_shape[-1] ** -0.5 if self.options.scale is None else float(self.options.scale)
 
     def check(self) -> RingPlan:
-        """Check shapes, dtypes, optional arrays, dropout and strategy, and return the plan.
-
-        Raise ValueError if any of these is invalid, or if they do not fit together.
-        """
+        """Check shapes, dtypes, optional arrays, dropout and strategy, and return the plan."""
         self._check_shapes()
         self._check_dtypes()
         for array in self.arrays:

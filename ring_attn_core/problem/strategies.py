@@ -45,10 +45,7 @@ def read_strategy(text: str) -> Strategy:
 
 
 def name_of(strategy: Strategy) -> str:
-    """Return the name of the strategy.
-
-    Return "ring" for "auto", because "auto" takes "ring" on an unknown machine (``auto.py``).
-    """
+    """Return the name of the strategy; "ring" for "auto", which takes "ring" on an unknown machine."""
     is_record = not isinstance(strategy, str)
     name = next(name for name, record in RECORDS.items() if type(strategy) is record) if is_record else str(strategy)
     return "ring" if name == "auto" else name
@@ -60,11 +57,7 @@ def chosen(strategy: Strategy, plan: RingPlan) -> str:
 
 
 def plan_of_steps(strategy: Strategy, plan: RingPlan, heads: int, kv_heads: int, extents: bool) -> RingPlan:
-    """Return the plan that the strategy's steps follow. ``extents``: whether the queries have extents.
-
-    If ``plan`` moves no keys, the steps follow ``plan``. Otherwise "direct" and "two_level" have plans of their own, "gather" and
-    "ulysses" follow a JoinedPlan (their steps run on joined shards), and all other strategies follow ``plan``.
-    """
+    """Return the plan that the strategy's steps follow; it is ``plan`` if no keys travel."""
     name, own = chosen(strategy, plan), {field.name: getattr(plan, field.name) for field in fields(RingPlan)}
     if name == "direct" and isinstance(plan.layout, BalancedLayout):
         return NeededPlan(**own, by_documents=extents)

@@ -20,10 +20,8 @@ from .problem import Problem
 
 
 class Traffic(NamedTuple):
-    """The messages and bytes that one rank sends, equal on all ranks except with the strategy "direct".
-
-    Arrays that are sent to a rank together are one message. An all-gather of an array is one message to each other rank.
-    """
+    """The messages and bytes that one rank sends, equal on all ranks except with "direct". Arrays sent to a rank together are one
+    message; an all-gather is one message to each other rank."""
 
     messages: int
     bytes: int
@@ -38,11 +36,7 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class SentSizes:
-    """The sizes of the arrays in a message, in elements or bytes.
-
-    ``heads``, ``kv_heads``: numbers of query and key heads in the message. ``shards``: number of key shards in the message.
-    ``slice``: number of tokens, if the message holds only a part of a shard; None: the whole shard.
-    """
+    """The heads, key shards and, if the message holds only a part of a shard, tokens (``slice``) in a message."""
 
     problem: Problem
     heads: int
@@ -102,13 +96,8 @@ def _traffic(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
 
 
 def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
-    """Return the traffic of ``rank`` with the strategy "direct", as (forward, backward).
-
-    At shift s the forward sends slices of keys to rank + s. The backward sends these slices again, and the gradients of received
-    slices to their owners. In JAX, where array sizes are static, each nonempty slice is padded with the keys next to it. Its new
-    length is that of the longest slice that any rank sends from the same key run at the same shift. The added keys are counted,
-    and so are their gradients, which are 0.
-    """
+    """Return the traffic (forward, backward) of ``rank`` with "direct"; the backward sends keys again, and gradients to owners.
+    JAX pads each nonempty slice to the longest of any rank at the same key run and shift, and the padding counts."""
     plan, even = problem.steps, problem.framework == "jax"
     if isinstance(plan, NeededPlan):
         return _needed(problem, plan, rank)
@@ -127,12 +116,7 @@ def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
 
 
 def _needed(problem: Problem, plan: NeededPlan, rank: int) -> tuple[Traffic, Traffic]:
-    """Return the traffic of ``rank`` with the strategy "direct" in a balanced layout, as (forward, backward).
-
-    The forward sends to each other rank the keys that the queries of the other rank see. The backward sends these keys again, and
-    the gradients of received keys to their owners. A key mask takes 1 byte per key. In JAX each message is padded to
-    ``plan.most_tokens`` keys.
-    """
+    """Return the traffic (forward, backward) of ``rank`` with "direct" in a balanced layout; a key mask takes 1 byte per key."""
     others = [other for other in range(plan.ranks) if other != rank % plan.ranks]
     padded = problem.framework == "jax"
     count = lambda owner, reader: plan.most_tokens if padded else plan.tokens(owner, reader)
@@ -147,11 +131,7 @@ def _needed(problem: Problem, plan: NeededPlan, rank: int) -> tuple[Traffic, Tra
 
 
 def _ring(problem: Problem) -> tuple[Traffic, Traffic]:
-    """Return the traffic of the strategy "ring", or of the ring between the groups of "ulysses", as (forward, backward).
-
-    Each hop sends keys, and in the backward also their gradients. If the gradients are then not yet at their owner, one more hop
-    sends them there. With "ulysses", a message holds the key shards of all ranks of a group.
-    """
+    """Return the traffic (forward, backward) of "ring", or of the ring between "ulysses" groups with all their shards."""
     plan = problem.steps
     head_split = plan.head_split
     kv_heads = problem.k_shape[2] if head_split is None else head_split.k_local
@@ -161,11 +141,7 @@ def _ring(problem: Problem) -> tuple[Traffic, Traffic]:
 
 
 def _once_a_shift(problem: Problem) -> tuple[Traffic, Traffic]:
-    """Return the traffic of the strategies "two_way", "pull" and "push" as (forward, backward).
-
-    At shift s a rank attends to the keys of rank - s. For each shift of the plan except 0, a rank sends one key shard, and in the
-    backward also the gradients of one. With "pull" it reads the keys instead, and the reads are counted.
-    """
+    """Return the traffic (forward, backward) of "two_way", "pull" (its reads) and "push": one shard for each shift but 0."""
     sizes, hops = SentSizes(problem, 0, problem.k_shape[2]), len(problem.plan.hops)
     keys = Traffic(1, sizes.kv * sizes.item + sizes.of_keys).times(hops)
     return keys, keys + Traffic(1, sizes.kv * sizes.wide).times(hops)
