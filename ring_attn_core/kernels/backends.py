@@ -27,11 +27,8 @@ OLDEST_GPU = 80
 
 @dataclass(frozen=True)
 class Candidate:
-    """A backend: its name, and three functions of a problem, each of which returns a reason in words or None.
-
-    ``objection``: why the backend cannot run the problem. ``drawback``: why "auto" skips the backend, although the user can
-    request it by name. ``leaves``: why "auto" takes the backend for the forward only, and "triton" for the backward.
-    """
+    """A backend, with functions of a problem that return a reason or None. ``objection``: why it cannot run. ``drawback``: why
+    "auto" skips it. ``leaves``: why "auto" takes it for the forward only."""
 
     name: str
     objection: Callable[[Problem], str | None]
@@ -40,11 +37,8 @@ class Candidate:
 
 
 def _balanced(problem: Problem) -> str | None:
-    """Return why the Triton kernels cannot run a balanced layout; None if they can, or if the problem has another layout.
-
-    The kernels take a shard of a balanced layout as one run of local indices, so the shard's positions must ascend. ALiBi and
-    dropout need the positions themselves, so they are excluded.
-    """
+    """Return why the Triton kernels cannot run a balanced layout, or None. They take a shard as one run of local indices, so its
+    positions must ascend; ALiBi and dropout need the positions themselves."""
     layout = problem.options.layout
     if not isinstance(layout, BalancedLayout) and not problem.traced_layout:
         return None
@@ -136,10 +130,7 @@ def _slower_than_portable(problem: Problem) -> str | None:
 
 
 def _vendor(problem: Problem, widest: int) -> str | None:
-    """Return why a problem exceeds a limit that FlashAttention-2, FlashAttention-4 and cuDNN share, or None.
-
-    ``widest``: the largest head_dim of the backend. The caller checks the backend's other limits.
-    """
+    """Return why a problem exceeds a limit that FlashAttention-2, FlashAttention-4 and cuDNN share, or None."""
     if problem.framework != "torch":
         return "it is there in PyTorch only"
     if isinstance(problem.options.layout, BalancedLayout):
@@ -223,13 +214,9 @@ PASSES = "forward", "backward"
 
 
 def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] = PASSES) -> RingCall | None:
-    """Select a backend, compile its kernels, and return the launch parameters; None for "blockwise" or a backend of ``VENDORS``.
-
-    ``anywhere``: the runs of tokens may start at any position, as in the public ``attend_block``. ``passes``: compile the kernels
-    of these passes only. If a kernel cannot run, or spills more registers than obstacles.py allows, "auto" warns and takes the
-    next backend. If only one pass of "hopper" has such a kernel, "auto" keeps "hopper" for the other pass and runs this one by
-    the portable kernels. Raise ValueError if a backend requested by name cannot run, or its name is unknown.
-    """
+    """Select a backend, compile its kernels and return the launch parameters; None for "blockwise" or a backend of ``VENDORS``.
+    ``anywhere``: runs may start at any position. If a kernel cannot run or spills, "auto" warns and takes the next backend, or
+    for one pass of "hopper" the portable kernels."""
     from .call import call_of
 
     of = f"for {problem.dtypes[0]} heads of {problem.q_shape[-1]} and {problem.v_shape[-1]}"
@@ -269,10 +256,7 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
 
 
 def launches(problem: Problem) -> list[Launch]:
-    """Return the launches of a problem by the backend that ``select`` returns: none if this backend has no kernels.
-
-    The last ones are those of the backward's other designs, which shards of other lengths need.
-    """
+    """Return the launches of the selected backend, the last ones of the backward's other designs for shards of other lengths."""
     call = _selected(problem, anywhere=False)
     return [] if call is None else [*_of_passes(call, problem, PASSES), *_of_other_lengths(call, problem, PASSES)]
 
@@ -318,10 +302,7 @@ def _obstacles(call: RingCall, problem: Problem, passes: Collection[str]) -> dic
 
 
 def _launches(call: RingCall, problem: Problem, name: str) -> list[Launch]:
-    """Return the launches of the pass ``name``, "forward" or "backward".
-
-    The backward also uses results of the forward's launches, but its list does not repeat these launches.
-    """
+    """Return the launches of a pass, "forward" or "backward"; the backward's do not repeat launches of the forward."""
     from . import steps
 
     return list({"forward": steps.of_forward, "backward": steps.of_backward}[name](call, len(problem.steps.shifts)))
@@ -345,12 +326,7 @@ def check_backend(backend: str, framework: str = "torch") -> None:
 
 
 def select(problem: Problem, backend: str = "auto", failed: Collection[str] = ()) -> str:
-    """Return ``backend`` if it can run the problem; for "auto", the first backend that has no objection and no drawback.
-
-    An objection says why a backend cannot run the problem. A drawback says why "auto" skips a backend that can run it.
-    ``failed``: names of backends that "auto" skips. Raise ValueError if the name is unknown, if the named backend has an
-    objection, or if "auto" finds no backend.
-    """
+    """Return ``backend`` if it has no objection; for "auto", the first one not in ``failed`` without objection or drawback."""
     check_backend(backend, problem.framework)
     objections = []
     for candidate in BACKENDS:

@@ -26,11 +26,8 @@ _PARAMETER = re.compile(r"^\s*\.param (?:\.align (\d+) )?\.(\w+)[^,\[\n]*(?:\[(\
 
 
 class Parameters(NamedTuple):
-    """The parameter values of a kernel, in order, with placeholders (0 or empty bytes) for addresses and TMA descriptors.
-
-    ``arrays``: (index in ``values``, array name) of each pointer. ``descriptors``: (index in ``values``, array name, cache) of
-    each TMA descriptor.
-    """
+    """The parameter values of a kernel in order, with placeholders for addresses and TMA descriptors. ``arrays`` and
+    ``descriptors`` hold (index in ``values``, array name) of each placeholder."""
 
     values: list[Any]
     arrays: list[tuple[int, str]]
@@ -95,22 +92,15 @@ def parameters(launch: Launch, kernel: Any) -> Parameters:
 
 
 def descriptor_format(x: Descriptor, encoding: Mapping[str, Any]) -> DescriptorFormat:
-    """Return the TMA descriptor ``x`` in the driver's format: its shape and strides, and the values in ``encoding``.
-
-    ``encoding``: the element type, swizzle and block shape that ``encodings`` reads for ``x`` from the compiled kernel.
-    """
+    """Return a TMA descriptor in the driver's format, with the element type, swizzle and block shape of ``encoding``."""
     strides = (stride * ITEM_BYTES[x.dtype] for stride in reversed(x.strides[:-1]))
     block = tuple(reversed(encoding["block_shape"]))
     return DescriptorFormat(encoding["elem_type"], encoding["swizzle"], tuple(reversed(x.shape)), tuple(strides), block)
 
 
 def layout(ptx: str, tensor_maps: list[bool]) -> tuple[struct.Struct, list[int]]:
-    """Return the ``struct`` packing of a kernel's parameters, and the offset of each parameter in bytes.
-
-    The packing follows the ".param" declarations of the PTX (PTX ISA). ``tensor_maps``: one bool for each parameter of the
-    launch, True for a TMA descriptor. After these parameters the PTX declares at most two pointers to Triton's scratch memory;
-    they are packed as 0. Raise RuntimeError if the declarations do not match ``tensor_maps``.
-    """
+    """Return the ``struct`` packing of a kernel's parameters by the ".param" declarations of its PTX, and their offsets in bytes.
+    ``tensor_maps``: True for each TMA descriptor. At most two pointers to Triton's scratch memory follow, packed as 0."""
     entry = ptx[ptx.index(".entry") :]
     found = _PARAMETER.findall(entry[: entry.index("\n)")])
     count = len(tensor_maps)

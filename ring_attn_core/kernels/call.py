@@ -23,20 +23,15 @@ BEYOND = 2**30
 @hashed_once
 @dataclass(frozen=True)
 class RingCall:
-    """The parameters that all launches of one call of ring attention share; ``array_names`` names the call's optional arrays.
+    """The parameters that all launches of one call of ring attention share.
 
-    ``seq_local``, ``kv_local``: number of queries and of keys in the shards of one step; a strategy may join the shards of
-    several ranks into one. ``q_runs``, ``k_runs``: number of equally long runs in a shard of queries and of keys. A run is an
-    arithmetic progression of token positions. A balanced layout's shard counts as one run, of local indices instead of positions.
-    ``packed``: k and v are one array [batch, tokens, kv_heads, head_dim + v_dim] with float32 gradients; if False, two arrays. It
-    is True whenever keys travel between ranks. It is also True with ``values_in_keys`` (forward only); then the one array is k,
-    and the values are its first ``v_dim`` columns.
-
-    ``aligned``: all runs have stride 1 and start at multiples of 16, so one call of Philox serves several probabilities.
-    ``zero_masked``: some keys may be unused (visible to no query) and hold NaN. ``fully_masked``: some queries, padding included,
-    may see no key and hold NaN. ``capability``: compute capability of the GPU, such as 90. ``tma``: the launcher can pass TMA
-    descriptors. ``hopper``: Hopper's kernels run if they take the call, except in the passes ("forward", "backward") listed in
-    ``portable``. ``tiles_override``: tiles that replace the chosen ones, for comparison.
+    ``seq_local``, ``kv_local``: queries and keys in the shards of one step, which may be joined from several ranks. ``q_runs``,
+    ``k_runs``: equally long runs in a shard; a balanced layout's shard is one run of local indices. ``packed``: k and v are one
+    array [batch, tokens, kv_heads, head_dim + v_dim] with float32 gradients, as whenever keys travel. With ``values_in_keys`` the
+    array is k, and the values are its first ``v_dim`` columns. ``aligned``: all runs have stride 1 and start at multiples of 16,
+    so one call of Philox serves several probabilities. ``zero_masked``: keys that no query sees may hold NaN. ``fully_masked``:
+    some queries may see no key and hold NaN. ``hopper``: Hopper's kernels run if they take the call, except in the passes
+    ``portable``. ``tiles_override``: tiles to compare.
     """
 
     batch: int
@@ -75,10 +70,7 @@ class RingCall:
 
     @property
     def tail(self) -> int | None:
-        """Return the width of k's second tile (see ``tail_of``) if the values are in the keys; else None.
-
-        The width is 0 if the first tile holds all columns of k. Return None also if the second tile would be too wide.
-        """
+        """Return the width of k's second tile, 0 if the first holds all columns, or None if k's tiles hold no values."""
         return tail_of(self.head_dim, self.v_dim) if self.values_in_keys else None
 
     @property
@@ -93,15 +85,11 @@ class RingCall:
 
     @property
     def by_extents(self) -> bool:
-        """Return whether the call has extents or key extents; with the band, they decide which tiles a program visits.
-
-        An extent is the interval of keys that a query may see, a key extent the interval of queries that may see a key.
-        """
+        """Return whether extents or key extents (the interval of queries that may see a key) limit the tiles that are visited."""
         return not self.array_names.isdisjoint({"extents", "key_extents"})
 
     def tiles(self, kernel: str) -> TileConfig:
-        """Return ``tiles_override`` if set, else the tiles chosen for the kernel of this name. ``latent_tiles`` chooses them for
-        "forward" if ``tail`` is not None, ``choose_tiles`` in all other cases."""
+        """Return the tiles of the kernel of this name."""
         if self.tiles_override is not None:
             return self.tiles_override
         if self.tail is not None and kernel == "forward":
@@ -110,11 +98,8 @@ class RingCall:
 
     @property
     def numbers(self) -> dict[str, Argument | None]:
-        """Return the scalar arguments of the kernels that compute scores, by parameter name.
-
-        ``softcap`` is None without softcap, ``threshold`` without dropout. Kernels multiply q . k by ``inner``. The product is
-        the score times log2(e) or, with softcap, the argument of tanh.
-        """
+        """Return the scalar arguments of the kernels that compute scores. The product of q . k and ``inner`` is the score times
+        log2(e) or, with softcap, the argument of tanh."""
         cap, log2e = self.softcap, math.log2(math.e)
         return {
             "inner": Scalar(self.scale * log2e if cap is None else self.scale / cap, "fp32"),
@@ -148,19 +133,12 @@ class RingCall:
         return self.k_runs * -(-(self.kv_local // self.k_runs) // block)
 
     def array(self, source: str, dtype: str = "float32", name: str = "") -> Array | None:
-        """Return the kernel argument for the optional array ``source``; None if the call does not have that array.
-
-        ``name``: the name of an array that is computed from ``source`` and passed to the kernel instead of ``source``.
-        """
+        """Return the kernel argument for an optional array, or for the array ``name`` computed from it; None without it."""
         return Array(name or source, dtype) if source in self.array_names else None
 
 
 def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: frozenset[str] = frozenset()) -> RingCall:
-    """Return the parameters that the launches of a problem share.
-
-    ``anywhere``: the runs of tokens may start at any position, as in the public ``attend_block``. ``portable``: the passes
-    ("forward", "backward") that the portable kernels run although ``backend`` is "hopper".
-    """
+    """Return the parameters that the launches of a problem share; the portable kernels run the passes in ``portable``."""
     plan, (b, s, h, d), (_, t, g, _) = problem.steps, problem.q_shape, problem.k_shape
     head_split = plan.head_split or HeadSplit(h, g, 1)
     names = {array.name for array in problem.arrays}

@@ -81,11 +81,8 @@ def kernel_function(name: str) -> Any:
 
 
 def start(launches: Iterable[Launch], capability: int, later: Iterable[Launch] = ()) -> list[Popen[bytes]]:
-    """Begin to compile the launches that Triton's cache lacks, all at once, in processes of their own, and return these.
-
-    ``compiled`` then waits for its kernel alone. The kernels of ``later`` follow, so that they slow none of the others. A single
-    missing kernel is left to ``compiled``, which needs no process for it.
-    """
+    """Compile the launches that Triton's cache lacks in processes of their own and return these; kernels of ``later`` follow. A
+    single missing kernel is left to ``compiled``, which needs no process for it."""
     wanted: dict[Specialization, bool] = {}
     for at_once, some in ((False, later), (True, launches)):
         for launch in some:
@@ -102,12 +99,8 @@ def start(launches: Iterable[Launch], capability: int, later: Iterable[Launch] =
 
 
 def compiled(launch: Launch, capability: int) -> Any:
-    """Compile a launch for a GPU of compute capability ``capability``, such as 90, and return Triton's compiled kernel.
-
-    The host needs no GPU. Launches of one ``Specialization`` share the result. If another process of this host compiles the
-    kernel, wait for it and take its result. An error of Triton is cached, and later calls raise it again. After OSError or
-    MemoryError the next call compiles again. One thread compiles at a time, and the others wait.
-    """
+    """Compile a launch, without a GPU, for a compute capability such as 90, or wait for another process that compiles it. An
+    error of Triton is cached and raised again; after OSError or MemoryError the next call compiles again."""
     of = launch.specialization(capability)
     made = _made.get(of)
     if made is None:
@@ -125,10 +118,7 @@ def compiled(launch: Launch, capability: int) -> Any:
 
 @contextmanager
 def _slow_notice(count: int) -> Iterator[None]:
-    """Print a line on a terminal if the with block takes longer than ``PATIENCE``, and erase it at the end.
-
-    ``count``: the kernels that this process compiles or has compiled by workers; at 0 it only waits, and prints nothing.
-    """
+    """Print a line on a terminal if the block takes longer than ``PATIENCE``, and erase it at the end; not at ``count`` 0."""
     shown = threading.Event()
 
     def notify() -> None:
@@ -148,10 +138,7 @@ def _slow_notice(count: int) -> Iterator[None]:
 
 
 def compile_here(of: Specialization) -> Any:
-    """Compile a kernel through Triton's cache, or a temporary folder if that cannot be written; return an error of Triton.
-
-    Raise OSError and MemoryError.
-    """
+    """Compile through Triton's cache, or a temporary folder if that cannot be written; return an error of Triton."""
     try:
         try:
             return _triton_compile(of)

@@ -22,12 +22,8 @@ MOST_ROWS = 64
 @hashed_once
 @dataclass(frozen=True)
 class DecodeCall:
-    """The parameters that all launches of one decoding call share.
-
-    ``queries``: queries per batch row and head. ``slots``: tokens that this rank's cache has room for, per batch row. ``fp8``: k
-    and v have one byte per element. ``array_names``: names of the call's optional arrays. ``tiles_override``,
-    ``splits_override``: values that replace the results of ``decode_tiles`` and ``count_splits``, to compare other choices.
-    """
+    """The parameters that all launches of one decoding call share. ``slots``: tokens per batch row that fit into this rank's
+    cache. ``fp8``: k and v have one byte per element. ``tiles_override``, ``splits_override``: other choices to compare."""
 
     batch: int
     queries: int
@@ -99,10 +95,7 @@ def decode_tiles(rows: int, width: int, dtype: str, fp8: bool, capability: int) 
 
 
 def residents(call: DecodeCall) -> int:
-    """Return the occupancy: the number of programs per multiprocessor that shared memory and registers allow, at least 1.
-
-    Shared memory must hold the tiles in flight. The registers suffice for 4 programs with query tiles of 16 rows, else for 2.
-    """
+    """Return the programs per multiprocessor that shared memory and registers (4 programs with 16 query rows, else 2) allow."""
     itemsize = 1 if call.fp8 else 4 if call.dtype == "float32" else 2
     tile = call.tiles.block_k * (padded(call.head_dim) + padded(call.v_dim)) * itemsize
     held = tile * max((call.tiles.stages - 1) // 2, 1) + 8 * 1024
@@ -110,15 +103,9 @@ def residents(call: DecodeCall) -> int:
 
 
 def count_splits(programs: int, tiles: int, at_once: int, least: int) -> int:
-    """Return the number of splits at which decoding a cache of ``tiles`` key tiles takes the least time.
-
-    ``programs``: programs per split. ``at_once``: programs that the GPU runs at the same time. ``least``: the fewest key tiles
-    that a split may have on average, if there are several splits.
-
-    All programs read the same number of tiles at the same rate, so they run in waves. A wave takes about 3 us per tile, plus
-    about 10 us, counted as 4 tiles, to start and end its programs. If several numbers of splits take the same time, return the
-    smallest, because splits are merged afterwards. Without programs the result is 1.
-    """
+    """Return the number of splits with which decoding ``tiles`` key tiles takes the least time; a split has at least ``least``
+    tiles. Programs run in waves, which take about 3 us per tile, plus about 10 us, counted as 4 tiles, to start and end. Equal
+    times go to the fewest splits, because splits are merged afterwards."""
     if programs == 0:
         return 1
     most = max(1, min(tiles // max(least, 1), 2 * at_once // programs + 1))

@@ -33,12 +33,7 @@ def objection(problem: Decode) -> str | None:
 
 @lru_cache(maxsize=4096)
 def runnable_decode(problem: Decode) -> DecodeCall | None:
-    """Compile the Triton kernels for a checked problem and return the parameters of their launches, or None.
-
-    None means that "blockwise" (plain jnp or torch) decodes: the caller chose it, or chose "auto" and the kernels cannot run.
-    With "auto" this function warns if the kernels fail on a GPU that should run them. Raise ValueError if the backend's name is
-    unknown, or if it is "triton" and the kernels cannot run.
-    """
+    """Compile the Triton kernels and return their parameters, or None if "blockwise" decodes; "auto" warns if they fail."""
     backend = problem.backend
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f'unknown backend {backend!r} for decoding: choose "auto" or one of {", ".join(BACKENDS)}')

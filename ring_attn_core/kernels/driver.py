@@ -48,11 +48,8 @@ class Kernel(NamedTuple):
 
 
 class DescriptorFormat(NamedTuple):
-    """A TMA descriptor without its address; ``shape``, ``strides`` and ``block`` list the last dimension first.
-
-    ``element``: a CUtensorMapDataType. ``swizzle``: a CUtensorMapSwizzle. ``strides``: in bytes, of all dimensions but the last,
-    which is contiguous.
-    """
+    """A TMA descriptor without its address, last dimension first. ``strides``: in bytes, without the contiguous last dimension.
+    ``element`` is a CUtensorMapDataType, ``swizzle`` a CUtensorMapSwizzle."""
 
     element: int
     swizzle: int
@@ -62,11 +59,8 @@ class DescriptorFormat(NamedTuple):
 
 
 class LaunchBuffer:
-    """A buffer for the parameters of one start of a kernel, with a pointer to each parameter.
-
-    ``size``: bytes of all parameters. ``offsets``: offset of each parameter in bytes. The buffer may be reused as soon as the
-    start returns. The pointers are needed because the driver takes TMA descriptors only by pointer.
-    """
+    """A buffer for the parameters of one start of a kernel, with pointers to them: the driver takes TMA descriptors only by
+    pointer. It may be reused as soon as the start returns."""
 
     def __init__(self, size: int, offsets: Sequence[int]) -> None:
         self.buffer = ctypes.create_string_buffer(size + TENSOR_MAP_ALIGNMENT)
@@ -135,11 +129,8 @@ def wait_value(stream: int, address: int, value: int) -> None:
 
 
 def exchange_capture_mode(mode: int) -> int:
-    """Set this thread's mode of CUDA graph capture, and return the earlier one.
-
-    By default, a query of an event, or work that waits for the device, invalidates the capture of any thread. With
-    ``CAPTURE_RELAXED`` this thread may do both on streams that are not being captured.
-    """
+    """Set this thread's mode of CUDA graph capture and return the earlier one. With ``CAPTURE_RELAXED`` the thread may query
+    events and wait on streams that are not captured; by default this invalidates the capture of any thread."""
     exchanged = ctypes.c_int(mode)
     check(_driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(exchanged)), "cuThreadExchangeStreamCaptureMode")
     return exchanged.value

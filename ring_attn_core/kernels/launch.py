@@ -32,12 +32,8 @@ class Array:
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A host TMA descriptor of an array that kernels access in blocks of shape ``block``; TMA reads 0 outside of the array.
-
-    ``pitch``: number of elements from one row of the array to the next, more than ``shape[-1]`` if the array has columns that the
-    descriptor leaves out; 0 means ``shape[-1]``. ``gluon``: the kernel is in Gluon, whose descriptor type includes the
-    shared-memory layout. ``swizzled``: this layout is swizzled, else row-major.
-    """
+    """A host TMA descriptor of an array in blocks of shape ``block``; TMA reads 0 outside of the array. ``pitch``: elements from
+    row to row, 0 for ``shape[-1]``. ``gluon``: its type includes the shared-memory layout, ``swizzled`` or row-major."""
 
     name: str
     dtype: str
@@ -81,10 +77,7 @@ Argument = Array | Descriptor | Scalar
 
 
 class Specialization(NamedTuple):
-    """Everything that changes a kernel's binary: launches of equal specializations share it.
-
-    ``signature``: (parameter, type) of each argument; 16 divides every address. ``capability``: of the GPU, such as 90.
-    """
+    """Everything that changes a kernel's binary; 16 divides every address in ``signature``, (parameter, type) each."""
 
     kernel: str
     signature: tuple[tuple[str, str], ...]
@@ -107,13 +100,9 @@ class Output:
 @hashed_once
 @dataclass(frozen=True)
 class Launch:
-    """A launch of ``grid`` programs.
-
-    ``arguments`` and ``constants`` are pairs (kernel parameter, value); every other parameter of the kernel is None.
-
-    The last array parameters of the kernel are the ``outputs`` in their order, then the ``scratch`` arrays. The launcher
-    allocates each scratch array, fills it with zeros, passes it as an input and as an output, and drops it after the launch.
-    """
+    """A launch of ``grid`` programs; a kernel parameter that is in neither ``arguments`` nor ``constants`` is None. The kernel's
+    last array parameters are the ``outputs``, then ``scratch``: filled with zeros, passed as input and output, and dropped after
+    the launch."""
 
     kernel: str
     grid: int

@@ -19,11 +19,7 @@ With Triton 3.6 and 3.9, heads of 64 and 128 need at most 352 bytes in the forwa
 
 
 def obstacle(launches: Iterable[Launch], capability: int, spilling: bool = True) -> str | None:
-    """Return why one of the launches cannot run on a GPU of compute capability ``capability``, such as 90; None if all can.
-
-    ``spilling``: also accept kernels whose stack exceeds ``MOST_STACK``; spilled registers make these kernels slow. If Triton
-    interprets kernels on the CPU, nothing is compiled, and the result is None.
-    """
+    """Return why one of the launches cannot run, or None; ``spilling``: also accept stacks above ``MOST_STACK``."""
     if interpreted():
         return None
     for launch in launches:

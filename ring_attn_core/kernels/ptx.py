@@ -61,10 +61,7 @@ _before: Callable[..., Any] | None = None
 
 
 def as_before(ptx: str) -> str:
-    """Rewrite PTX so that wgmma instructions get registers and descriptors as in Triton 3.7; no computed value changes.
-
-    Instructions that do not match the patterns of Triton 3.8 and 3.9 exactly are left unchanged.
-    """
+    """Rewrite PTX so that wgmma gets registers and descriptors as in Triton 3.7; no computed value changes."""
     written = Counter(register for registers in _WRITTEN.findall(ptx) for register in _REGISTER.findall(registers))
     found = ((match[2], (match[1], match[3].split(", "))) for match in _DEFINITION.finditer(ptx))
     definitions = {register: definition for register, definition in found if written[register] == 1}
@@ -115,10 +112,7 @@ def _descriptor(register: str, definitions: Definitions) -> tuple[str, int] | No
 
 @contextmanager
 def changed_for_products(release: tuple[int, ...]) -> Iterator[None]:
-    """Within the block, apply ``as_before`` to the PTX that this thread compiles, if Triton's ``release`` is 3.8 or later.
-
-    Other threads compile as usual.
-    """
+    """Apply ``as_before`` in the block to the PTX that this thread compiles, if Triton's ``release`` is 3.8 or later."""
     from triton import knobs
 
     global _before
@@ -141,13 +135,9 @@ def changed_for_products(release: tuple[int, ...]) -> Iterator[None]:
 
 
 def _add_stage(*of: Any) -> tuple[str, str] | None:
-    """Act as Triton's ``add_stages_inspection_hook`` for the threads that compile our kernels.
-
-    Triton calls the hook in two ways. Without arguments, the hook returns two strings that become part of the cache key; here
-    they change with this file and with the assembler. With (backend, stages, options, language, capability), it may replace
-    stages of the compilation: here it applies ``as_before`` to the PTX, and on Hopper it assembles with the older ptxas if Triton
-    ships one. A hook that was installed earlier is called too. On threads that compile other kernels, only the earlier hook runs.
-    """
+    """Act as Triton's ``add_stages_inspection_hook`` for the threads that compile our kernels, and call an earlier hook too.
+    Without arguments, return two strings that become part of the cache key. With a backend and its stages, apply ``as_before`` to
+    the PTX, and on Hopper assemble with the older ptxas if Triton ships one."""
     if threading.get_ident() not in _threads:
         return _before(*of) if _before else None if of else ("", "")
     older = older_assembler()

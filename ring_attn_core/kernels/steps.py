@@ -27,10 +27,7 @@ def of_forward(call: RingCall, steps: int) -> Iterator[Launch]:
 
 
 def of_backward(call: RingCall, steps: int) -> Iterator[Launch]:
-    """Yield the launches in the backward of a ring of ``steps`` steps; some occur repeatedly.
-
-    The backward also uses results of the forward's launches, such as the unpacked key mask; these launches are not yielded again.
-    """
+    """Yield the launches in the backward of a ring, some repeatedly, without the forward's, whose results it uses too."""
     yield portable.delta(call, call.dtype)
     if "extents" in call.array_names:
         yield extent_bounds(call)
@@ -78,31 +75,21 @@ def forward(call: RingCall, first: bool, last: bool) -> Launch:
 
 @lru_cache(maxsize=4096)
 def dq(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch that adds the contribution of one shard of keys to dq, in a backward of two launches.
-
-    ``first``: dq starts at 0. ``last``: dq gets the input's dtype.
-    """
+    """Return the launch that adds one shard of keys to dq, in a backward of two launches."""
     launch = portable.dq(call, first, last)
     return wide.dq(call, launch) if _takes(call, "backward") else launch
 
 
 @lru_cache(maxsize=4096)
 def dkv(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch that computes dk and dv of one shard of keys, in a backward of two launches.
-
-    ``first``: no gradients of earlier steps are added. ``last``: the gradients are complete, and get the input's dtype.
-    """
+    """Return the launch that computes dk and dv of one shard of keys, in a backward of two launches."""
     launch = portable.dkv(call, first, last)
     return wide.dkv(call, launch) if _takes(call, "backward") else launch
 
 
 @lru_cache(maxsize=4096)
 def lists(call: RingCall, kernel: str) -> tuple[Launch, ...]:
-    """Return the launches that compute a Hopper kernel's inputs from extents or key extents, such as the tiles to visit.
-
-    ``kernel``: "forward", "backward" (all gradients in one pass), "dq" or "dkv". The result is empty if the call has neither
-    extents nor key extents, or if a portable kernel runs instead. It does not include ``extent_bounds``.
-    """
+    """Return the launches that compute a Hopper kernel's inputs from extents or key extents, without ``extent_bounds``."""
     if not call.by_extents or not _takes(call, "forward" if kernel == "forward" else "backward"):
         return ()
     of_keys = "key_extents" in call.array_names

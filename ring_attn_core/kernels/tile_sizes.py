@@ -38,10 +38,7 @@ HOPPER_BACKWARD_KEYS = 128
 
 @dataclass(frozen=True)
 class TileConfig:
-    """A tile configuration: ``block_q`` queries and ``block_k`` keys per tile, ``warps`` per program, ``stages`` tiles in flight.
-
-    ``tma``: read tiles by TMA if the call allows it (``tma_fits`` of portable/launches.py).
-    """
+    """A tile's queries and keys, warps per program, tiles in flight (``stages``), and whether TMA may read tiles."""
 
     block_q: int
     block_k: int
@@ -51,34 +48,23 @@ class TileConfig:
 
 
 def shared_memory(capability: int) -> int:
-    """Return the largest shared memory of a thread block, in bytes, at a compute capability such as 90.
-
-    Source: CUDA C++ Programming Guide, technical specifications.
-    """
+    """Return the most shared memory of a thread block, in bytes (CUDA C++ Programming Guide, technical specifications)."""
     return {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448, 110: 232448}.get(capability, 101376)
 
 
 def padded(width: int) -> int:
-    """Return the number of columns to which a tile pads heads of ``width``: the next power of two, but at least 64.
-
-    A matrix product needs only 16 columns. But on Hopper, products of Triton 3.6 are wrong if two conditions hold: the right
-    operand is a 16-bit tile with rows shorter than 128 bytes; and Triton copies this tile from registers to shared memory, as it
-    does with a masked v.
-    """
+    """Return the columns to which a tile pads heads of ``width``: a power of two, at least 64. Products need only 16, but those
+    of Triton 3.6 are wrong on Hopper if their right operand has 16-bit rows below 128 bytes and is copied from registers, as a
+    masked v is."""
     return max(64, 1 << (width - 1).bit_length())
 
 
 def choose_tiles(
     kernel: str, dtype: str, head_dim: int, v_dim: int, capability: int, features: frozenset[str] = frozenset()
 ) -> TileConfig:
-    """Return the tiles of a kernel ("forward", "delta", "dq", "dkv") for padded head dimensions at a compute capability.
-
-    ``features``: names of the call's optional arrays, and "softcap" if the call has one. Softcap and dropout ("dropout_seed")
-    need registers, so tiles may be smaller with them. The comments beside the numbers give milliseconds on one H200 with bf16, a
-    causal mask, 16,384 tokens, and 16 heads of 128 or 32 heads of 64; the second-best choice is in brackets. On datacenter GPUs
-    from sm_90 on, all kernels but "delta" read 16-bit tiles by TMA; if a padded dimension exceeds 256, only the forward does. In
-    float32 the tiles are small: Triton unrolls their products, and would take minutes to compile larger tiles.
-    """
+    """Return the tiles of a kernel ("forward", "delta", "dq", "dkv") for padded head dimensions. Comments: ms on one H200 with
+    bf16, a causal mask, 16,384 tokens, and 16 heads of 128 or 32 of 64; second-best choices in brackets. Triton unrolls float32
+    products, and would take minutes to compile larger tiles."""
     width = max(head_dim, v_dim)
     tma = capability >= 90
     if kernel == "delta":
@@ -120,11 +106,8 @@ def _of_128(kernel: str, capability: int, features: frozenset[str]) -> tuple[int
 
 
 def _of_512(kernel: str, capability: int, features: frozenset[str]) -> tuple[int, int, int, int, bool]:
-    """Return block_q, block_k, warps, stages and tma for a padded head dimension of 512.
-
-    Times in the comments are in ms on one H100, with 4 heads of 512. In 16 bits, 64 rows of 512 columns take 64 KiB. The backward
-    does not use TMA, because its accumulators would then spill to memory.
-    """
+    """Return block_q, block_k, warps, stages and tma for a padded head dimension of 512. Comments: ms on one H100, 4 heads of
+    512. The backward does not use TMA, because its accumulators would then spill to memory."""
     if shared_memory(capability) < 128 * 1024:
         return (32, 16, 4, 1, False) if kernel == "forward" else (16, 16, 4, 1, False)
     if kernel == "forward":
@@ -138,24 +121,17 @@ def _of_512(kernel: str, capability: int, features: frozenset[str]) -> tuple[int
 
 
 def tail_of(head_dim: int, v_dim: int) -> int | None:
-    """Return the width of k's second tile in the portable forward if the values are the first ``v_dim`` columns of k.
-
-    The first tile is also the tile of v, and the second holds the other columns of k. Return 0 if both head dimensions have the
-    same padded size: the first tile then holds all columns of k. Return None if the second tile would have more than
-    ``WIDEST_TAIL`` columns: the forward then reads k and v as two separate tiles.
-    """
+    """Return the width of k's second tile in the portable forward if the values are k's first ``v_dim`` columns. It is 0 if the
+    first tile holds all columns, and None above ``WIDEST_TAIL``: the forward then reads k and v as separate tiles."""
     if padded(head_dim) == padded(v_dim):
         return 0
     return head_dim - v_dim if head_dim - v_dim <= WIDEST_TAIL else None
 
 
 def latent_tiles(dtype: str, v_dim: int, tail: int, capability: int, features: frozenset[str] = frozenset()) -> TileConfig:
-    """Return the tiles of the portable forward if the values are the first columns of k.
-
-    ``v_dim``: padded head dimension of v. ``tail``: width of k's second tile (``tail_of``). A key tile is read once and serves as
-    k and as v, so it takes half the memory of two tiles. The comments give TFLOP/s on one H200 with bf16, a causal mask, 16,384
-    tokens, 16 query heads, one key head, head_dim 576 and v_dim 512; slower choices are in brackets.
-    """
+    """Return the tiles of the portable forward if the values are the first columns of k. A key tile then serves as k and as v.
+    Comments: TFLOP/s on one H200 with bf16, a causal mask, 16,384 tokens, 16 query heads, one key head, head_dim 576 and v_dim
+    512; slower choices in brackets."""
     if dtype != "float32" and v_dim == 256 and tail and shared_memory(capability) < 128 * 1024:
         return TileConfig(64, 32, 4, 1)
     by_extents = not features.isdisjoint({"extents", "key_extents"})
@@ -170,11 +146,8 @@ def latent_tiles(dtype: str, v_dim: int, tail: int, capability: int, features: f
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """Tiles of the Hopper forward: ``block_q`` queries, 64 per warpgroup, ``block_k`` keys, and ``stages`` key tiles in flight.
-
-    ``q_in_registers``: products read q from registers; if False, from shared memory. ``registers``, ``producer_registers``:
-    registers per thread of a consumer and of the producer. Their sum over all warpgroups may be at most 65536 / 128.
-    """
+    """Tiles of the Hopper forward, with 64 queries per warpgroup, ``stages`` key tiles in flight, and q read from registers or
+    shared memory. The registers per thread, summed over all warpgroups, may be at most 65536 / 128."""
 
     block_q: int
     block_k: int
@@ -185,11 +158,8 @@ class HopperConfig:
 
 
 def hopper_tiles(head_dim: int, v_dim: int, features: frozenset[str] = frozenset()) -> HopperConfig:
-    """Return the tiles of the Hopper forward for padded heads of 64, 128, 192 or 256; ``features`` as in ``choose_tiles``.
-
-    The comments beside the numbers give TFLOP/s on one H200 with bf16, a causal mask, 16,384 tokens, and 16 heads of 128 or 32
-    heads of 64; slower choices in the same run are in brackets.
-    """
+    """Return the tiles of the Hopper forward for padded heads of 64, 128, 192 or 256. Comments: TFLOP/s on one H200 with bf16, a
+    causal mask, 16,384 tokens, and 16 heads of 128 or 32 heads of 64; slower choices of the same run in brackets."""
     if v_dim > 128 or head_dim > 192:
         return HopperConfig(128, 64, 2, q_in_registers=False)  # limited by registers and shared memory
     if head_dim > 128:
@@ -203,13 +173,9 @@ def hopper_tiles(head_dim: int, v_dim: int, features: frozenset[str] = frozenset
 
 @dataclass(frozen=True)
 class WideConfig:
-    """Tiles of the two-pass Hopper backward, and stages: the number of an array's tiles in flight to shared memory.
-
-    Pass of dq: a tile has ``block_q`` queries, 64 per warpgroup, and ``block_k`` keys; k has ``k_stages``, and v ``v_stages``.
-    ``q_in_registers``: products read q and dout from registers; if False, from shared memory.
-    Pass of dk and dv: a tile has ``dkv_block_q`` queries; q and dout have ``q_stages`` each. ``kv_in_registers``: products read k
-    and v from registers; if False, from shared memory. ``registers``, ``producer_registers``: see ``HopperConfig``.
-    """
+    """Tiles of the two-pass Hopper backward; stages: an array's tiles in flight to shared memory. The pass of dq has ``block_q``
+    queries, 64 per warpgroup, and ``block_k`` keys; that of dk and dv ``dkv_block_q`` queries. Products read q and dout, or k and
+    v, from registers (``..._in_registers``) or shared memory."""
 
     block_q: int
     block_k: int
@@ -224,9 +190,7 @@ class WideConfig:
 
 
 def wide_tiles(head_dim: int, v_dim: int, tokens: int) -> WideConfig:
-    """Return the tiles of the two-pass Hopper backward for padded heads of 64, 128, 192 or 256.
-
-    ``tokens``: number of keys in a shard.
+    """Return the tiles of the two-pass Hopper backward for padded heads of 64, 128, 192 or 256; ``tokens``: keys in a shard.
 
     Measured on one H200 with bf16 and a causal mask. Q/K heads means Q query heads and K key heads. With 16/16 heads, head_dim
     192, v_dim 128 and 16,384 tokens, the backward reaches 511 TFLOP/s, or 448 if products read k and v from shared memory. The
@@ -252,10 +216,7 @@ DESIGN_LENGTHS = 2048, 4096, 8192
 
 
 def hopper_passes(head_dim: int, v_dim: int, query_heads: int, tokens: int, extents: bool = False) -> int:
-    """Return the number of passes of the Hopper backward: 1 or 2.
-
-    ``head_dim``, ``v_dim``: padded. ``query_heads``: query heads per key head. ``tokens``: keys of a shard. ``extents``: True if
-    the call limits the keys of each query by extents; its batch rows then probably hold several documents.
+    """Return the number of passes of the Hopper backward, 1 or 2; ``query_heads``: per key head. ``tokens``: keys of a shard.
 
     One pass computes 5 products. But in one pass the programs of different key tiles must add to dq one after the other, and for
     wide heads the sums dk and dv do not fit into registers. Two passes compute 7 products, and no program waits for another.
@@ -282,10 +243,7 @@ def hopper_passes(head_dim: int, v_dim: int, query_heads: int, tokens: int, exte
 
 
 def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int]:
-    """Return (block_q, block_k), the queries and keys per tile of the backend "blockwise" in plain jnp or torch.
-
-    ``score_rows``: batch size times query heads. ``q_slot``, ``k_slot``: number of tokens in a run of queries and of keys. A tile
-    has at most this many queries and keys.
+    """Return (block_q, block_k) of the backend "blockwise" in jnp or torch; ``score_rows``: batch size times query heads.
 
     A tile's scores should stay in the CPU caches from one operation to the next. Milliseconds of forward and backward on one AMD
     EPYC core with 4,096 tokens, a causal mask, head_dim 64 and float32, for tiles of 128 / 256 / 512 tokens:
@@ -307,11 +265,8 @@ def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int
 
 
 def visible_tiles(m0: Any, m1: Any, lo: Any, hi: Any, begin: Any, end: Any, block_k: int) -> tuple[Any, Any]:
-    """Return (first, last + 1) of the key tiles that queries ``m0 .. m1 - 1`` of a run see, as ints or traced ints.
-
-    Query i sees key j if ``lo <= i - j <= hi`` and ``begin <= j < end``; i and j are indices within their runs. ``begin`` and
-    ``end`` come from an extent or the run's length. If the queries see no key, the range is empty: first >= last + 1.
-    """
+    """Return (first, last + 1) of the key tiles that queries ``m0 .. m1 - 1`` of a run see. Without any, first >= last + 1. Query
+    i sees key j if ``lo <= i - j <= hi`` and ``begin <= j < end``; i and j are indices within their runs."""
     first = clamp(m0 - hi, begin, end) // block_k
     last = -(-clamp(m1 - lo, begin, end) // block_k)
     something = (lo <= hi) & (m0 < m1) & (begin < end) & (m0 - hi < end) & (m1 - lo > begin)

@@ -27,11 +27,8 @@ INTERVAL = 0.02
 
 
 def start(missing: Mapping[Specialization, bool], cache: str) -> dict[Specialization, subprocess.Popen[bytes]]:
-    """Start workers that compile kernels into Triton's ``cache``: one for each kernel needed at once, at most one a processor.
-
-    ``missing``: whether each kernel is needed at once; the others follow. Return each kernel's worker, without the kernels that
-    other processes compile.
-    """
+    """Start workers that compile kernels into Triton's ``cache``, and return each kernel's worker. ``missing``: whether a kernel
+    is needed at once; the others follow. Kernels that other processes compile are left out."""
     # The longest to compile first: those of Hopper.
     ordered = sorted(missing, key=lambda of: (not missing[of], "hopper" not in of.kernel))
     jobs: list[tuple[Specialization, int]] = []
@@ -84,10 +81,7 @@ def alone(of: Specialization, cache: str) -> Iterator[None]:
 
 
 def _lock(of: Specialization, cache: str) -> int | None:
-    """Lock a kernel's file and return its descriptor; return None on a system or in a folder without locks.
-
-    Raise BlockingIOError if another process has the lock.
-    """
+    """Lock a kernel's file and return its descriptor, or None without locks; raise BlockingIOError if it is locked."""
     file = None
     try:
         import fcntl

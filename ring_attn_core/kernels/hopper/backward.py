@@ -279,13 +279,9 @@ def consumer(args, shared, work, sizes: gl.constexpr):
 
 
 class RunOfQueries(NamedTuple):
-    """A run of queries, with the interval of queries that see each key of the program.
-
-    ``begin``, ``width``: without extents, the band lets the queries ``begin .. begin + width`` see a key. With extents, ``begin``
-    is the key's index in the key tile, and ``width`` is not used. ``first_query``, ``queries``: with key extents, the first query
-    that may see a key, and the number of queries that may. ``bias``: the keys' part of the ALiBi bias, in base 2. ``stream``: the
-    Philox key of the head's dropout mask.
-    """
+    """A run of queries, with those that see each key. By the band these are ``begin .. begin + width``; with extents ``begin`` is
+    the key's index in its tile. ``first_query``, ``queries``: the queries that may see a key by key extents. ``bias``: the keys'
+    part of the ALiBi bias, in base 2. ``stream``: Philox key of the head."""
 
     begin: Any
     width: Any
@@ -301,10 +297,7 @@ class RunOfQueries(NamedTuple):
 
 @gluon.jit
 def run_of(args, work, sizes: gl.constexpr, q_run, head, j, seen):
-    """Return the query run with index ``q_run`` as a ``RunOfQueries`` for query head ``head`` and the keys ``j``.
-
-    ``seen``: the result of ``keys_seen_by_some``; a key that no query sees gets an empty interval of queries.
-    """
+    """Return query run ``q_run`` for the keys ``j``; a key that is not ``seen`` gets an empty interval of queries."""
     row = load_row(args.rows, q_run * sizes.K_RUNS + work.k_run)
     if args.key_ranges is None:
         begin = gl.where(seen, j + row.lo, 2147483647)
@@ -328,12 +321,9 @@ def run_of(args, work, sizes: gl.constexpr, q_run, head, j, seen):
 def visit_queries(
     at, s, dk, dv, m0, run, args, shared, work, sizes: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
-    """Add one query tile to dk and dv, and hand its dq to the adder warp.
-
-    Return (``at`` of the next tile, ``s`` of the next tile, dk, dv). ``at``: position of a tile (stage of q, phase of its
-    mbarrier, step). ``s``: k q^T of a tile; the product for the next tile runs together with the products for dq and dk. No
-    product stays in flight between two calls, because ptxas serializes products that cross the edge of a loop.
-    """
+    """Add one query tile to dk and dv, and hand its dq to the adder warp. Return (``at`` and ``s`` of the next tile, dk, dv):
+    ``at`` is (stage of q, phase, step), ``s`` is k q^T. No product stays in flight between calls, because ptxas serializes those
+    that cross the edge of a loop."""
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
     BLOCK_D: gl.constexpr = sizes.BLOCK_D
@@ -414,10 +404,7 @@ def visit_queries(
 
 @gluon.jit
 def visible(m0, run, shared, number, args, sizes: gl.constexpr):
-    """Return the mask, bool [keys, queries], of the visible pairs of a query tile.
-
-    ``m0``: local index of the tile's first query. ``number``: index of the tile in ``Steps``.
-    """
+    """Return the mask, bool [keys, queries], of the visible pairs of query tile ``number`` from ``m0`` on."""
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_Q, gl.num_warps())
     i = m0 + gl.arange(0, sizes.BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
     i = gl.expand_dims(gl.where(i < run.q_len, i, NOTHING_BEGINS), 0)

@@ -35,11 +35,8 @@ def keys_seen_by_some(args, work, sizes: gl.constexpr, j):
 
 @gluon.jit
 def hide_unseen(tile, args, work, sizes: gl.constexpr):
-    """Zero the keys or values in ``tile`` that no query sees: they may hold NaN, and 0 times NaN is NaN.
-
-    With extents or key extents, also zero all elements that are not finite, even if a query sees them. The out of a query that
-    sees a NaN is NaN with and without extents. Its gradients are all NaN without extents; with extents some may be finite.
-    """
+    """Zero the keys or values in ``tile`` that no query sees: they may hold NaN, and 0 times NaN is NaN. With extents, also zero
+    all that are not finite; a query that sees a NaN may then get some finite gradients."""
     LINES: gl.constexpr = rows_by_lines(tile.shape[1], gl.num_warps())
     j = work.n0 + gl.arange(0, sizes.BLOCK_K, gl.SliceLayout(1, LINES))
     seen = gl.expand_dims(keys_seen_by_some(args, work, sizes, j), 1)
@@ -55,10 +52,8 @@ def finish(
     x, before, to, COLUMN: gl.constexpr, tile, STRIDE: gl.constexpr, WIDTH: gl.constexpr,
     args, work, sizes: gl.constexpr,
 ):  # fmt: skip
-    """Store the gradients ``x`` in WIDTH columns of ``to``, from COLUMN on.
-
-    If not FIRST, add ``before``, the gradients of earlier ring steps. Results in 16 bits pass through the shared-memory ``tile``.
-    """
+    """Store the gradients ``x`` in WIDTH columns of ``to`` from COLUMN on, plus those of earlier steps unless FIRST. Results in
+    16 bits pass through the shared-memory ``tile``."""
     COLUMNS: gl.constexpr = x.shape[1]
     WARPS: gl.constexpr = gl.num_warps()
     DTYPE: gl.constexpr = to.dtype.element_ty
@@ -83,10 +78,8 @@ def finish(
 @gluon.jit
 def elements(start, row, column, args, work, sizes: gl.constexpr, STRIDE: gl.constexpr, WIDTH: gl.constexpr):
     """Return pointers to elements of the program's key tile in an array, and the mask of the elements inside the array.
-
-    ``start``: pointer to the tile's first column in the array's first token and key head. ``row``, ``column``: indices within the
-    tile. STRIDE: number of columns of a key head in the array. WIDTH: number of columns of the tile without padding.
-    """
+    ``start``: the tile's first column in the array's first token and key head. STRIDE: columns of a key head in the array. WIDTH:
+    columns of the tile without padding."""
     token = work.batch.to(gl.int64) * args.T + work.k_run * work.k_slot + work.n0
     start += (token * args.G + work.group) * STRIDE
     return start + (row * (args.G * STRIDE) + column), (work.n0 + row < work.k_slot) & (column < WIDTH)

@@ -91,11 +91,8 @@ def turn_of(args, work, sizes: gl.constexpr, q_run, tile):
 
 @gluon.jit
 def wait_for_turn(at, turn):
-    """Spin until the counter at ``at`` equals ``turn``: ``turn`` programs have then added to the sums, and the sums are visible.
-
-    The load of the counter is relaxed, because an acquire would empty the L1 cache at each step. A stale L1 does no harm,
-    because TMA adds in the L2 cache.
-    """
+    """Spin until ``turn`` programs have added to the sums. The load of the counter is relaxed, because an acquire would empty the
+    L1 cache at each step; a stale L1 does no harm, because TMA adds in the L2 cache."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     address = gl.full([32], 0, gl.int64, EACH) + at.to(gl.int64)
     expected = gl.full([32], 0, gl.int32, EACH) + turn
@@ -108,10 +105,7 @@ def wait_for_turn(at, turn):
 
 @gluon.jit
 def next_turn(at, by):
-    """Wait until this program's addition is complete, then add ``by`` to the turn counter at ``at``.
-
-    ``by``: 1; for the last key tile the negated value of the counter, which resets the counter to 0.
-    """
+    """Wait until this program's addition is complete, then add ``by`` (1, or a value that resets it) to the turn counter."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     address = gl.full([32], 0, gl.int64, EACH) + at.to(gl.int64)
     increment = gl.full([32], 0, gl.int32, EACH) + by
@@ -124,11 +118,8 @@ def next_turn(at, by):
 
 @gluon.jit
 def hand_over(dq, tile, BLOCK_Q: gl.constexpr):
-    """Store the accumulators of a step's dq to shared memory in register order, so that no data moves between threads.
-
-    Register r of thread t in warpgroup w becomes float 4096 * w + 512 * (r // 4) + 4 * t + r % 4: a thread stores 16 bytes at a
-    time. ``hopper_dq`` restores the order.
-    """
+    """Store the accumulators of a step's dq to shared memory in register order, so that no data moves between threads. Register r
+    of thread t in warpgroup w becomes float 4096 * w + 512 * (r // 4) + 4 * t + r % 4; ``hopper_dq`` restores the order."""
     LINES: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [2, 0], [4, 0], [8, 0]],
         [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]],

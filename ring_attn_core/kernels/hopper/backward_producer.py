@@ -47,12 +47,9 @@ MASKED_ROWS = gl.constexpr(1 << 29)
 
 
 class Steps(NamedTuple):
-    """The data of STEPS query tiles in shared memory, one tile per step, and the mbarriers of the scout and the producer.
-
-    ``first_query``: index of a tile's first query, plus the flags WHOLE and MASKED_ROWS. ``lse2``, ``delta``: f32 for each query.
-    ``seen``: result of ``seen_of_tile``; a placeholder without extents. ``full``: mbarriers by which the scout signals that it
-    has stored a step. ``free``: mbarriers by which the producer signals that the consumers have read a step.
-    """
+    """STEPS query tiles in shared memory, one per step, and the mbarriers by which the scout signals ``full`` and the producer
+    ``free``. ``first_query``: index of the first query, plus the flags WHOLE and MASKED_ROWS. ``lse2``, ``delta``: f32 for each
+    query."""
 
     first_query: Any
     lse2: Any
@@ -192,11 +189,8 @@ def producer(sources, args, shared, work, sizes: gl.constexpr):
 
 @gluon.jit
 def bring_queries(source, at, full, tiles, stage, clean, cleaned, number, shared, TAIL: gl.constexpr):
-    """Load a tile of q or dout by TMA into stage ``stage`` of ``tiles``, and signal the mbarrier ``full``.
-
-    ``at``: (batch row, token, head). Unless ``clean``, zero the rows of blank queries, whose lse2 is infinite. ``cleaned``: the
-    number of tiles in which this program has zeroed rows so far. ``number``: index of the step in ``Steps``.
-    """
+    """Load a tile of q or dout at (batch row, token, head) by TMA and signal ``full``. Unless ``clean``, zero the rows of blank
+    queries, whose lse2 is infinite; ``cleaned`` counts such tiles so far."""
     ROWS: gl.constexpr = tiles.main.shape[2]
     WIDTH: gl.constexpr = tiles.main.shape[4] + TAIL
     if clean:

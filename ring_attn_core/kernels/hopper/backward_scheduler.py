@@ -22,14 +22,9 @@ from ..portable.rows import Tiles, load_row, seen_from, tiles_in_band
 
 
 class KeyWork(NamedTuple):
-    """The key tile of a program, and the query tiles that it visits.
-
-    ``group``: key head. ``k_tile``: index of the key tile in run ``k_run``. ``n0``: local index of the tile's first key.
-    ``k_slot``, ``q_slot``: tokens of a key run and of a query run, padding included.
-
-    ``first``, ``last``, ``visited``: one number for each query run. For each query head, the program visits ``visited`` of the
-    tiles ``first .. last - 1``. ``steps``: the sum of ``visited`` over the query runs, times the query heads of the key head.
-    """
+    """The key tile of a program, from local key ``n0`` on, and the query tiles that it visits. ``k_slot``, ``q_slot``: tokens of
+    a run, padding included. For each query run and head the program visits ``visited`` of the tiles ``first .. last - 1``;
+    ``steps``: the sum over runs and heads."""
 
     batch: Any
     group: Any
@@ -56,10 +51,7 @@ def query_tiles(rows_ptr, q_run, k_run, k_tile, sizes: gl.constexpr):
 
 @gluon.jit
 def keys_of_program(together, args, sizes: gl.constexpr):
-    """Return the key tile of this program as a ``KeyWork``, with its query tiles not yet counted.
-
-    Successive programs go through ``together`` key heads at a time: first tile 0 of each of these heads, then tile 1, and so on.
-    """
+    """Return the key tile of this program; programs take tile 0 of ``together`` key heads, then tile 1 of each, and so on."""
     k_slot = args.T // sizes.K_RUNS
     tiles = gl.cdiv(k_slot, sizes.BLOCK_K)
     before = gl.program_id(0) // (together * sizes.K_RUNS * tiles) * together
@@ -76,11 +68,7 @@ def keys_of_program(together, args, sizes: gl.constexpr):
 
 @gluon.jit
 def survey(args, work, sizes: gl.constexpr):
-    """Return ``work`` with the fields ``first``, ``last``, ``visited`` and ``steps`` filled in.
-
-    Without extents, ``first``, ``last`` and ``visited`` follow from the band. With extents they are read from the array
-    ``query_tiles`` (extent_lists.py).
-    """
+    """Return ``work`` with its query tiles counted, by the band or from the array ``query_tiles`` (extent_lists.py)."""
     gl.static_assert(sizes.Q_RUNS <= 2)
     steps = 0
     firsts = (0, 0)
@@ -118,10 +106,7 @@ def walk_of(work, q_run):
 
 @gluon.jit
 def visits(args, work, sizes: gl.constexpr, q_run, tile, gaps):
-    """Return whether the program visits a query tile.
-
-    Without ``gaps`` (``walk_of``) it visits every tile. With ``gaps`` it visits a tile if the tile's extents meet the key tile.
-    """
+    """Return whether the program visits a query tile: with ``gaps`` only if the tile's extents meet the key tile."""
     if args.query_tiles is None:
         some = True
     else:
@@ -144,12 +129,8 @@ def queries_of_keys(j, args, work, row):
 
 @gluon.jit
 def keys_in_intervals(args, work, sizes: gl.constexpr, q_run, k_run, tile):
-    """Count the key tiles of a run that may be seen by a query tile, according to its list of intervals.
-
-    Return (number of these key tiles, number of them before the program's key tile, whether the program's key tile is one of
-    them). Each lane reads one interval. ``tile``: index of the query tile. It may be -1, because ``adder`` of backward_dq.py
-    goes through the query tiles in descending order, and asks about a tile one step ahead. The result for -1 is not used.
-    """
+    """Return (key tiles of a run that a query tile may see, those before the program's key tile, whether that is one of them).
+    ``tile`` may be -1, because ``adder`` of backward_dq.py asks one tile ahead; that result is not used."""
     tiles = gl.cdiv(work.q_slot, sizes.BLOCK_Q)
     tile = (work.batch * sizes.Q_RUNS + q_run).to(gl.int64) * tiles + gl.minimum(gl.maximum(tile, 0), tiles - 1)
     at = args.intervals + (tile * sizes.K_RUNS + k_run) * LIST
@@ -164,10 +145,7 @@ def keys_in_intervals(args, work, sizes: gl.constexpr, q_run, k_run, tile):
 
 @gluon.jit
 def keys_in_extents(args, work, sizes: gl.constexpr, q_run, k_run, tile):
-    """Return first and end (exclusive) of the key tiles of a run that queries of a query tile may see by their extents.
-
-    ``tile``: index of the query tile. It may be -1, as in ``keys_in_intervals``; the result is then not used.
-    """
+    """Return first and end (exclusive) of the key tiles of a run that a query tile may see by its extents."""
     row = load_row(args.rows, q_run * sizes.K_RUNS + k_run)
     tiles = gl.cdiv(work.q_slot, sizes.BLOCK_Q)
     at = args.bounds + ((work.batch * sizes.Q_RUNS + q_run).to(gl.int64) * tiles + gl.minimum(gl.maximum(tile, 0), tiles - 1)) * 4

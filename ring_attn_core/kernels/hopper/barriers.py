@@ -84,11 +84,8 @@ def barrier_text(operation, threads):
 
 @gluon.jit
 def arrive(number, THREADS: gl.constexpr, WARPS: gl.constexpr):
-    """Arrive at a named barrier with all WARPS of the calling partition, without waiting.
-
-    Call ``arrive`` after the instructions that use the last loads from the released buffer. The instruction bar.arrive does not
-    wait for loads in flight, so TMA or another warp could otherwise overwrite the buffer before these loads.
-    """
+    """Arrive at a named barrier with all WARPS of the calling partition, without waiting. Call ``arrive`` after the instructions
+    that use the last loads from the released buffer, because bar.arrive does not wait for loads in flight."""
     named_barrier(barrier_text("arrive", THREADS), number, WARPS)
 
 

@@ -22,22 +22,16 @@ from .register_layouts import accumulator
 
 @constexpr_function
 def counters_of_tile(width):
-    """Return the layout of the Philox counters [32, width / 4] of a tile [64 queries, ``width`` keys].
-
-    A counter serves two queries and four keys. Each thread has the counters of the elements that it holds in an ``accumulator``.
-    """
+    """Return the layout of the Philox counters [32, width / 4] of a tile [64 queries, ``width`` keys]. A counter serves two
+    queries and four keys, which its thread holds in an ``accumulator``."""
     keys = [[0, 4 << bit] for bit in range((width // 16).bit_length() - 1)]
     return gl.DistributedLinearLayout(keys, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, width // 4])
 
 
 @constexpr_function
 def counters_of_keys(width, keys):
-    """Return the layout of the Philox counters [keys / 4, width / 2] of a tile [keys, ``width`` queries], 16 keys to a warp.
-
-    A counter serves, among others, keys k and k + 1. An ``accumulator`` holds key k in lane l and key k + 1 in lane l + 4. Lane l
-    computes the words of query q for both keys, and lane l + 4 those of query q + 1. Then the two lanes exchange words
-    (``keep_exchanged``).
-    """
+    """Return the layout of the Philox counters [keys / 4, width / 2] of a tile [keys, ``width`` queries], 16 keys to a warp. Lane
+    l computes the words of query q for keys k and k + 1, lane l + 4 those of query q + 1; then they exchange words."""
     queries = [[0, 8 << bit] for bit in range((width // 16).bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [0, 1], [1, 0], [2, 0]]
     warps = [[4 << bit, 0] for bit in range((keys // 16).bit_length() - 1)]
@@ -56,11 +50,7 @@ The selectors of prmt are 0 to 3 for this lane's bytes, and 4 to 7 for the other
 
 @gluon.jit
 def keep_mask_of_tile(stream, threshold, i, m0, n0, q_start, k_start, stride, WIDTH: gl.constexpr, ALIGNED: gl.constexpr):
-    """Return the dropout mask, bool [64, WIDTH keys]; True keeps a probability.
-
-    ``i``: local indices of the queries, from ``m0`` on. ``n0``: local index of the first key. ``keep_mask_of_keys`` explains the
-    other parameters.
-    """
+    """Return the dropout mask, bool [64, WIDTH keys], of queries ``i`` and keys from ``n0`` on; True keeps a probability."""
     LAYOUT: gl.constexpr = accumulator(WIDTH)
     if ALIGNED:
         COUNTERS: gl.constexpr = counters_of_tile(WIDTH)
@@ -80,12 +70,9 @@ def keep_mask_of_tile(stream, threshold, i, m0, n0, q_start, k_start, stride, WI
 def keep_mask_of_keys(
     stream, threshold, m0, n0, q_start, k_start, stride, KEYS: gl.constexpr, WIDTH: gl.constexpr, ALIGNED: gl.constexpr
 ):  # fmt: skip
-    """Return the dropout mask, bool [KEYS, WIDTH queries]; True keeps a probability.
-
-    ``stream``: the Philox key. ``m0``, ``n0``: local index of the first query and of the first key. ``q_start``, ``k_start``:
-    positions of the first tokens of the query run and the key run. ``stride``: difference of successive positions in both runs.
-    ``ALIGNED``: stride is 1 and both runs start at multiples of 16, so one call of Philox serves eight probabilities.
-    """
+    """Return the dropout mask, bool [KEYS, WIDTH queries]; True keeps a probability. ``stream``: the Philox key. ``m0``, ``n0``:
+    local indices of the first query and key. ALIGNED: runs have stride 1 and start at multiples of 16, so one Philox serves
+    eight."""
     LAYOUT: gl.constexpr = accumulator(WIDTH, KEYS // 16)
     if ALIGNED:
         COUNTERS: gl.constexpr = counters_of_keys(WIDTH, KEYS)
@@ -105,13 +92,9 @@ def keep_mask_of_keys(
 
 @gluon.jit
 def keep_exchanged(word, even, threshold):
-    """Exchange words between two lanes, and return the mask of this lane's keys k, k + 8 and queries q, q + 1.
-
-    The mask is bool [..., 2, 2]. ``word``: one word per counter, in the layout ``counters_of_keys``. ``even``: True if this
-    lane's keys are even. The lane with even keys passes the words of query q, and the lane with odd keys the words of query
-    q + 1. Each lane needs both, and gets the other's words by the exchange. The lane with odd keys rotates both words to the left
-    by one byte, as the formula of the mask says (portable/dropout.py).
-    """
+    """Exchange words between two lanes and return the mask, bool [..., 2, 2], of keys k, k + 8 and queries q, q + 1. Lanes with
+    even keys pass the words of query q, those with odd keys the words of q + 1. The latter rotate both words to the left by one
+    byte (portable/dropout.py)."""
     first, second = gl.where(even, 0x3210, 0x6547), gl.where(even, 0x7654, 0x2103)
     first, second = gl.inline_asm_elementwise(
         EXCHANGE,

@@ -75,10 +75,8 @@ class ForwardConstants(NamedTuple):
 
 
 class ForwardArguments(NamedTuple):
-    """The arguments of ``hopper_forward`` without its TMA descriptors; an array that the call does not have is None.
-
-    ``tickets``: counter of tickets taken so far. ``total``: number of q tiles. ``together``: heads that tickets cover at a time.
-    """
+    """The arguments of ``hopper_forward`` without TMA descriptors, None if absent. ``tickets``: counter of tickets taken.
+    ``total``: number of q tiles. ``together``: heads that tickets cover at a time."""
 
     rows: Any
     extents: Any
@@ -265,11 +263,8 @@ class WarpgroupQueries(NamedTuple):
 
 
 class WarpgroupState(NamedTuple):
-    """The state that a warpgroup carries from key tile to key tile.
-
-    ``step``: number of the next step, which is one key tile. ``acc``: sums of p v. ``p``: probabilities of the previous key tile,
-    not yet multiplied with the values. ``m``: row max in base 2. ``l``: row sum of exponentials.
-    """
+    """The state carried from key tile to key tile. ``step``: number of the next key tile. ``acc``: sums of p v. ``p``: of the
+    previous tile, not yet multiplied. ``m``: row max in base 2. ``l``: row sum of exponentials."""
 
     step: Any
     acc: Any
@@ -353,8 +348,7 @@ def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.const
 
 @gluon.jit
 def leave(shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """At the ring's first and last step, store out and lse of 64 queries that see no key of this shard. At its other steps, leave
-    both arrays as they are."""
+    """Store out and lse of 64 queries that see no key of this shard, at the ring's first and last step only."""
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_K)
     if sizes.FIRST or sizes.LAST:
         i = work.m0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
@@ -381,10 +375,8 @@ def walk(progress, queries, run, done, shared, args, work, sizes: gl.constexpr, 
 def visit_keys(
     progress, queries, run, n0, shared, args, work, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Visit one key tile; its softmax overlaps with the previous tile's product p v. Return the new ``WarpgroupState``.
-
-    No product stays in flight at the end, because across a loop's edge ptxas would serialize the products.
-    """
+    """Visit one key tile, whose softmax overlaps with the previous tile's p v, and return the new state. No product stays in
+    flight at the end, because across a loop's edge ptxas would serialize the products."""
     step, acc, p, m, l = progress
     q, i, end = queries
     STAGES: gl.constexpr = sizes.STAGES
@@ -424,10 +416,8 @@ def multiply_values(acc, p, shared, step, sizes: gl.constexpr):
 
 @gluon.jit
 def scores_under_key_mask(products, q, LATER: gl.constexpr, stage, shared, args, sizes: gl.constexpr):
-    """Wait for the products q k^T and return their scores, with -inf for keys hidden by the key mask.
-
-    LATER: at most this many products, issued after q k^T, stay in flight. The wait keeps q in registers until q k^T is complete.
-    """
+    """Wait for q k^T and return its scores, -inf for keys hidden by the key mask; at most LATER newer products stay in flight.
+    The wait keeps q in registers until q k^T is complete."""
     some_hidden = False
     if args.key_mask is not None:
         some_hidden = read_number(shared.some_hidden, stage) != 0

@@ -20,11 +20,7 @@ from .register_layouts import accumulator, by_eights, column, matrix, rows_and_c
 
 @gluon.jit
 def seen_before(i, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Load the out of the earlier shards, in the layout ``by_eights``, and their lse.
-
-    The ring's first step has no earlier out, and its earlier lse is the sink; without sinks it has no earlier lse either. A
-    missing value is 0 in the result, and ``finish`` does not read it.
-    """
+    """Load the earlier shards' out, in the layout ``by_eights``, and lse (at first the sink); return 0 if missing."""
     out, lse = 0.0, 0.0
     if not sizes.FIRST:
         at, inside = elements_of_out_f32(args.out_in, args, work, sizes, GROUP)
@@ -86,10 +82,8 @@ def elements_of_lse(lse, i, args, work, sizes: gl.constexpr):
 
 @gluon.jit
 def elements_of_out(args, work, sizes: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return pointers to the elements of out for a warpgroup's 64 queries, and the mask of the elements inside the array.
-
-    Keep the order of the additions here, and in the functions below: with other orders ptxas spills registers to the stack.
-    """
+    """Return pointers to the out of a warpgroup's 64 queries, and the mask of the elements inside the array. Keep the order of
+    additions, here and below: with other orders ptxas spills registers to the stack."""
     i = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
     e = gl.expand_dims(gl.arange(0, sizes.BLOCK_E, gl.SliceLayout(0, LAYOUT)), 0)
     first, row, inside = offsets(i, e, args, work, sizes, GROUP)

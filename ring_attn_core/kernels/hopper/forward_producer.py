@@ -103,14 +103,9 @@ def take(args):
 
 @gluon.jit
 def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr, n0=0):
-    """Load the keys of a step by TMA. Store their key mask, if it hides some of them.
-
-    With extents of queries or keys, also store a flag. It says whether the step's values (in the forward) or keys (in the pass of
-    dq) have infinite or NaN elements. Mask and flag are loaded from global memory before the stage is free, to hide the latency.
-    Consumers of the forward read a step's flag after they release the step's keys, but before they release the keys of two steps
-    later. So there are twice as many flags as stages. ``n0``: local index of the first key, stored beside the flag if the call
-    has key extents.
-    """
+    """Load a step's keys by TMA and store its key mask, with extents its flag of infinite or NaN values (forward) or keys (dq).
+    Mask and flag are loaded before the stage is free, to hide the latency. Consumers of the forward read a flag after they
+    release its keys: hence two flags for each stage. ``n0``: first key, stored with key extents."""
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
     stage = step % sizes.STAGES
     some = False

@@ -51,11 +51,8 @@ def row_sum(x):
 
 @gluon.jit
 def of_thread(x):
-    """Split an accumulator [64, columns] into upper and lower rows: the first and the last eight of every sixteen rows.
-
-    Each thread holds elements of one upper and one lower row. Both results have the shape [4 warps, 8 rows, 4 lanes, 2, ..., 2].
-    The dimensions of size 2 index the elements of a row that one thread holds; the last one selects their first or second half.
-    """
+    """Split an accumulator [64, columns] into the first and last eight of every sixteen rows, each [4 warps, 8 rows, 4 lanes, 2,
+    ...]. The dimensions of size 2 index the elements of a row in a thread; the last one selects their first or second half."""
     if x.shape[1] == 128:
         x = x.reshape([4, 2, 8, 2, 2, 2, 2, 4, 2]).permute([0, 2, 7, 8, 6, 5, 4, 3, 1])
     else:
@@ -76,12 +73,9 @@ def of_rows(upper, lower, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def maximum_in_order(m, x):
-    """Return for each thread the maximum of m and the thread's elements of x, which are compared one after the other.
-
-    ``x``: a result of ``of_thread``. ``m``: may be None. ``gl.max`` of Triton 3.8 and later reduces by pairs and takes more
-    registers. With ``gl.max``, ptxas starts the exponentials of the first row after the maxima of both rows, not during the
-    second row's maximum, and the forward is 2 to 3 % slower.
-    """
+    """Return for each thread the maximum of m (may be None) and its elements of x, compared one after the other. ``gl.max`` of
+    Triton 3.8 and later reduces by pairs and takes more registers: ptxas starts the first row's exponentials later, and the
+    forward is 2 to 3 % slower."""
     if len(x.shape) > 3:
         first, second = gl.split(x)
         m = maximum_in_order(maximum_in_order(m, first), second)
@@ -133,10 +127,7 @@ def softmax_step(s, m, run, n0, i, args, work, sizes: gl.constexpr, MASKED: gl.c
 
 @gluon.jit
 def probabilities(weights, step, run, n0, i, shared, args, work, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr):
-    """Return the tile's softmax weights after dropout, rounded to 16 bits, as the left operand of the product with the values.
-
-    If values that no query sees may hold NaN, zero them in shared memory.
-    """
+    """Return the softmax weights after dropout in 16 bits, as left operand of p v; zero values that no query sees."""
     if args.dropout is not None:
         stream = gl.load(args.dropout + work.batch * args.H + work.head)
         first = work.m0 + GROUP * 64
@@ -158,10 +149,7 @@ def probabilities(weights, step, run, n0, i, shared, args, work, sizes: gl.const
 
 @gluon.jit
 def hide_unseen(tile, run, n0, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Zero the rows of a key or value tile that no query of the program sees, because 0 times NaN is NaN.
-
-    Each of the first two warpgroups zeroes one half of the tile.
-    """
+    """Zero the rows of a key or value tile that no query of the program sees, because 0 times NaN is NaN."""
     HALF: gl.constexpr = sizes.BLOCK_K // 2
     S_LAYOUT: gl.constexpr = accumulator(HALF)
     LINES: gl.constexpr = rows_by_lines(tile.shape[1])

@@ -31,11 +31,8 @@ def _add_tile(descriptor: Any, coordinates: Any, tile: Any, _semantic: Any = Non
 
 @_core.builtin
 def wait_for_products(in_flight: Any, deps: Any, _semantic: Any = None) -> Any:
-    """Wait like ``warpgroup_mma_wait``, but let each warpgroup wait for its own products only.
-
-    This matters in a partition of two warpgroups. Triton 3.9 puts a barrier of all warps of the partition behind each wait that
-    is not marked as local to a warpgroup.
-    """
+    """Wait like ``warpgroup_mma_wait``, but let each warpgroup of a partition wait for its own products only. Triton 3.9 puts a
+    barrier of all warps behind each wait that is not marked as local to a warpgroup."""
     results: Any = hopper.warpgroup_mma_wait(in_flight, deps, _semantic=_semantic)
     first = results if len(deps) == 1 else results[0]
     if hasattr(_semantic.builder, "get_unit_attr"):
@@ -53,10 +50,7 @@ meet: Any = getattr(gl, "barrier", None) or getattr(gl, "thread_barrier")  # noq
 
 @cache
 def shared_layout(block: tuple[int, ...], dtype: str, swizzled: bool = True) -> Any:
-    """Return the shared-memory layout of a tile: swizzled, as wgmma needs it, or row-major if not ``swizzled``.
-
-    ``dtype``: "bf16", "fp16" or "fp32".
-    """
+    """Return the shared-memory layout of a tile of "bf16", "fp16" or "fp32": swizzled, as wgmma needs it, or row-major."""
     if not swizzled:
         return gl.NVMMASharedLayout(0, {"bf16": 16, "fp16": 16, "fp32": 32}[dtype], len(block))
     layout_for: Any = gl.NVMMASharedLayout.get_default_for  # typed as Any, because Triton 3.9's types forbid the call

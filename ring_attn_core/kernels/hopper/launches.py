@@ -99,19 +99,13 @@ def tiles_of_forward(call: RingCall) -> HopperConfig:
 
 
 def _widths(call: RingCall) -> tuple[TileColumns, int]:
-    """Return the padded head dimension of q and k, as main and tail part, and the padded head dimension of v.
-
-    The tail part has columns only if v has at most 128 padded columns.
-    """
+    """Return the padded columns of q and k, as main and tail (empty if v has more than 128), and those of v."""
     e = columns(call.v_dim)
     return in_parts(call.head_dim) if e <= 128 else TileColumns(columns(call.head_dim), 0), e
 
 
 def extent_lists(call: RingCall, *names: str) -> dict[str, Argument]:
-    """Return a dict from kernel parameters to arrays: those of ``names`` (see portable/extent_lists.py) that the call needs.
-
-    A call without extents of queries and keys needs none. A call with key extents needs ``intervals`` in place of ``key_tiles``.
-    """
+    """Map kernel parameters to the arrays ``names`` that extents need; key extents need ``intervals``, not ``key_tiles``."""
     left_out = "key_tiles" if "key_extents" in call.array_names else "intervals"
     return {f"{name}_ptr": Array(name, "int32") for name in names if call.by_extents and name != left_out}
 
@@ -131,12 +125,7 @@ def _descriptors(call: RingCall, tiles: HopperConfig, d: TileColumns, e: int) ->
 def parts(
     of: str, axes: str, name: str, dtype: str, shape: tuple[int, ...], rows: int, columns_of: TileColumns, pitch: int = 0
 ) -> dict[str, Argument]:
-    """Return TMA descriptors for tiles of ``rows`` rows: one for the main columns, and one for the tail if it has columns.
-
-    The result maps kernel parameters to descriptors: ``q_BSHD`` and ``q_tail_BSHD`` if ``of`` is "q" and ``axes`` is "BSHD".
-    ``name``: the array that the descriptors read, such as "kv" for k if k and v are packed. ``shape``, ``pitch``: see
-    ``Descriptor``.
-    """
+    """Map kernel parameters (``q_BSHD``, ``q_tail_BSHD``) to TMA descriptors of the main columns and, if any, the tail."""
     made: dict[str, Argument] = {}
     for part, width in (("", columns_of.main), ("_tail", columns_of.tail)):
         if width:
@@ -160,10 +149,7 @@ TURN_SPACING = 8
 
 @lru_cache(maxsize=4096)
 def sums_of_dq(call: RingCall) -> tuple[int, int]:
-    """Return the shape (rows, SUM_COLUMNS) of the array that holds the dq sums of all query tiles, then a turn counter for each.
-
-    A turn counter says how many key tiles have added to its query tile. The array must be all 0 before the ring's first step.
-    """
+    """Return the shape (rows, SUM_COLUMNS) of all query tiles' dq sums and turn counters, which must start at 0."""
     tiles = call.batch * call.heads * call.q_tiles(queries(call))
     return tiles * SUM_ROWS + -(-tiles * TURN_SPACING // SUM_COLUMNS), SUM_COLUMNS
 
@@ -175,12 +161,9 @@ def queries(call: RingCall) -> int:
 
 @lru_cache(maxsize=4096)
 def backward(call: RingCall, last: bool) -> Launch:
-    """Return the launch of a one-pass backward step. Its outputs are ``dq``, then ``dkv`` (k, v packed) or ``dk`` and ``dv``.
-
-    The output ``dq`` holds float32 sums of the shape ``sums_of_dq(call)`` and overwrites ``dq_in``. dk and dv are gradients of
-    this step only. The caller adds the gradients of earlier steps, which travel around the ring while the kernel runs.
-    ``last``: dk and dv get the input's dtype, not float32.
-    """
+    """Return the launch of a one-pass backward step. Its outputs are ``dq`` (float32 ``sums_of_dq``, over ``dq_in``), then
+    ``dkv`` or ``dk`` and ``dv`` of this step only, because earlier gradients travel meanwhile. ``last``: dk and dv get the
+    input's dtype."""
     together, width, block_q = call.head_dim + call.v_dim, columns(call.head_dim), queries(call)
     dtype = call.dtype if last else "float32"
     shape = call.batch, call.kv_local, call.kv_heads

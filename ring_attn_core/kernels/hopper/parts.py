@@ -39,10 +39,7 @@ def allocate_parts(source, COUNT: gl.constexpr, ROWS: gl.constexpr, MAIN: gl.con
 
 @gluon.jit
 def bring_parts(source, batch, token, head, COLUMN: gl.constexpr, full, tiles, index, TAIL: gl.constexpr):
-    """Load a tile by TMA from ``source`` into ``tiles[index]``; ``token`` is its first row, COLUMN its first column.
-
-    The mbarrier ``full`` must already expect the tile's bytes (``expect_parts``).
-    """
+    """Load a tile by TMA from row ``token`` and COLUMN of ``source``; ``full`` must already expect its bytes."""
     copy_tile(source.main, [batch, token, head, COLUMN], full, tiles.main.index(index))
     if TAIL > 0:
         copy_tile(source.tail, [batch, token, head, COLUMN + tiles.main.shape[4]], full, tiles.tail.index(index))
@@ -109,10 +106,7 @@ def multiply_add(x, a, b, TAIL: gl.constexpr):
 
 @gluon.jit
 def wait_for_sum(IN_FLIGHT: gl.constexpr, x, a, TAIL: gl.constexpr):
-    """Wait until the sum ``x`` of ``multiply_add`` is complete; return ``x`` and ``a``, which stays in its registers until then.
-
-    At most IN_FLIGHT wgmma groups, issued after those of ``x``, stay in flight.
-    """
+    """Wait for the sum ``x``, with at most IN_FLIGHT newer wgmma groups in flight; return ``x`` and ``a``, kept in registers."""
     tail = x.tail
     if TAIL > 0:
         main, tail, a = wait_for_products(IN_FLIGHT, deps=[x.main, tail, a])

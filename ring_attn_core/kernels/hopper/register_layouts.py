@@ -29,11 +29,8 @@ def matrix(tile):
 
 @gluon.jit
 def here(x):
-    """Return the integer x through an opaque instruction, so that the compiler knows nothing about its value.
-
-    Addresses that depend on x are then computed after this call, not far earlier, where they would occupy registers. With this
-    function the backward reloads no spilled register; without it, 5 in each step and 26 in total (Triton 3.6, heads of 128).
-    """
+    """Return x through an opaque instruction, so that addresses that depend on it are computed after this call, not far earlier.
+    Without it the backward reloads 5 spilled registers in each step and 26 in total (Triton 3.6, heads of 128)."""
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -45,11 +42,8 @@ def column(x, LAYOUT: gl.constexpr):
 
 @constexpr_function
 def accumulator_by_eights(rows, columns, warps=4):
-    """Return the layout of wgmma's results after a reshape from [rows, columns] to [rows, columns / 8, 8].
-
-    The compiler knows the second index of each of a thread's elements, so the thread needs one address per row, plus constant
-    offsets. With the shape [rows, columns] each element would need its own address, in a pair of registers.
-    """
+    """Return the layout of wgmma's results after a reshape from [rows, columns] to [rows, columns / 8, 8]. A thread then needs
+    one address per row, plus constant offsets, instead of one per element, in a pair of registers."""
     eights = [[0, 1 << bit, 0] for bit in range((columns // 8).bit_length() - 1)]
     lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
     of_warps = [[16 << bit, 0, 0] for bit in range(warps.bit_length() - 1)]
@@ -65,10 +59,7 @@ def by_eights(x, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def rows_and_columns(ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Return row indices [rows, 1, 1] and column indices [1, columns / 8, 8] in the layout ``accumulator_by_eights``.
-
-    Column indices are int64, so that the compiler keeps them as constant offsets.
-    """
+    """Return row indices [rows, 1, 1] and column indices [1, columns / 8, 8], int64 to stay constant offsets in the compiler."""
     LAYOUT: gl.constexpr = accumulator_by_eights(ROWS, COLUMNS, WARPS)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     eight = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))

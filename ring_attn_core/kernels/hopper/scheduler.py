@@ -33,11 +33,8 @@ from .barriers import read_number, sync_warp, write_number
 
 
 class QueryWork(NamedTuple):
-    """A query tile of one batch row and head, with its number of key tiles and its first key tile.
-
-    ``m0``: local index of the first query in run ``q_run``. ``tiles``: number of key tiles, -1 after the last query tile.
-    ``first_run``: run of keys that contains the first key tile. ``first_token``: first token of this key tile.
-    """
+    """A query tile of one batch row and head, from local query ``m0`` of run ``q_run`` on. ``tiles``: its key tiles, -1 after the
+    last query tile. ``first_run``, ``first_token``: of the first key tile."""
 
     batch: Any
     head: Any
@@ -53,12 +50,8 @@ NUMBERS = gl.constexpr(8)
 
 
 class RunOfKeys(NamedTuple):
-    """A run of keys, with the interval of keys that each query of a warpgroup sees.
-
-    ``pair``: index of the ``runs.Row``, which gives ``q_start``, ``k_start``, ``stride``. ``begin``, ``end``: bounds of the keys
-    that a query sees by the band of this ``Row`` and its own extent. ``tiles``: the ``rows.Tiles`` to visit. ``slope``: ALiBi
-    slope of the head, in base 2.
-    """
+    """A run of keys, with the bounds ``begin``, ``end`` of the keys that each query of a warpgroup sees by band and extent.
+    ``pair``: index of the ``runs.Row``. ``tiles``: the ``rows.Tiles`` to visit. ``slope``: ALiBi slope of the head, in base 2."""
 
     pair: Any
     begin: Any
@@ -81,10 +74,7 @@ def extents_of_group(args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def visible(column, begin, end):
-    """Return the mask ``begin <= column < end``, bool [queries, keys], computed by one unsigned comparison.
-
-    Two comparisons would take a register per key, and the loop would spill.
-    """
+    """Return the mask ``begin <= column < end``, bool [queries, keys]; with two comparisons the loop would spill."""
     width = gl.expand_dims(gl.maximum(end - begin, 0).to(gl.uint32), 1)
     return (gl.expand_dims(column, 0) - gl.expand_dims(begin, 1)).to(gl.uint32) < width
 
@@ -103,10 +93,8 @@ def visible_by_key(columns, i, n0, run, args, work):
 
 @gluon.jit
 def key_tiles(args, batch, pair, m0, sizes: gl.constexpr):
-    """Return the key tiles of a run that a query tile visits, as ``rows.Tiles``. With extents, extent_lists.py computed them.
-
-    With key extents, tile t means the t-th tile in the list of intervals, and the tiles that need a mask come first in the list.
-    """
+    """Return the key tiles of a run that a query tile visits. With key extents, tile t means the t-th tile in the list of
+    intervals, where tiles that need a mask come first."""
     if args.intervals is not None:
         at = list_of(args, batch, pair, m0, sizes)
         count, masked = gl.load(at), gl.load(at + 1)
@@ -123,10 +111,7 @@ def key_tiles(args, batch, pair, m0, sizes: gl.constexpr):
 
 @gluon.jit
 def query_tile(args, batch, pair, m0, sizes: gl.constexpr):
-    """Return the int64 index of a (query tile, key run) pair in ``args.key_tiles`` and ``args.intervals``.
-
-    ``m0``: local index of the tile's first query. ``pair``: ``q_run * K_RUNS + k_run``, index of the ``Row`` of both runs.
-    """
+    """Return the int64 index of (query tile at ``m0``, key run) in ``args.key_tiles`` and ``args.intervals``."""
     tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
     tile = (batch * sizes.Q_RUNS + pair // sizes.K_RUNS) * tiles_of_run + m0 // sizes.BLOCK_Q
     return tile.to(gl.int64) * sizes.K_RUNS + pair % sizes.K_RUNS
@@ -140,13 +125,9 @@ def list_of(args, batch, pair, m0, sizes: gl.constexpr):
 
 @gluon.jit
 def work_of(ticket, args, sizes: gl.constexpr):
-    """Return the query tile of a ticket as a ``QueryWork``.
-
-    Tickets number the query tiles in the order of work, for ``args.together`` heads at a time. The first tickets are the query
-    tiles with the most key tiles, one from each of these heads. The next tickets are the second tile of each head, and so on, so
-    that all programs end at nearly the same time. Without extents, each head's query tiles are taken from the last to the first;
-    under a causal mask, this also sorts them by their number of key tiles.
-    """
+    """Return the query tile of a ticket. Tickets take the costliest tile of each of ``args.together`` heads, then the next of
+    each, so that all programs end at nearly the same time. Without extents this is the order from last to first, as under a
+    causal mask."""
     tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
     tiles = sizes.Q_RUNS * tiles_of_run
     before = ticket // (args.together * tiles) * args.together
@@ -178,10 +159,7 @@ def announce(work, shared):
 
 @gluon.jit
 def announced(taken, shared):
-    """Wait for the next announced query tile, and return it.
-
-    ``taken``: number of announcements read before. The caller must release the barrier WORK_READ.
-    """
+    """Wait for the next announced query tile, and return it; the caller must release the barrier WORK_READ."""
     mbarrier.wait(shared.work_full.index(0), taken & 1)
     return QueryWork(
         read_number(shared.work, 0), read_number(shared.work, 1), read_number(shared.work, 2), read_number(shared.work, 3),
@@ -191,10 +169,7 @@ def announced(taken, shared):
 
 @gluon.jit
 def survey(args, batch, q_run, m0, sizes: gl.constexpr):
-    """Count the key tiles of a query tile.
-
-    Return (number of key tiles, first run that has a key tile, token at which the first key tile begins).
-    """
+    """Return (number of key tiles of a query tile, first run that has a key tile, token at which the first key tile begins)."""
     count = 0
     first_run = 0
     first_token = 0
@@ -220,11 +195,7 @@ def tile_at(t, tiles):
 
 
 class Place(NamedTuple):
-    """The position of a program in its walk over the key tiles of a run.
-
-    ``tile``: index of the current key tile. ``left``: number of tiles that remain in the current interval. ``interval``: pointer
-    to the next interval. Without intervals ``left`` and ``interval`` are 0.
-    """
+    """The place in a walk over a run's key tiles: ``tile``, tiles ``left`` in its interval, pointer to the next ``interval``."""
 
     tile: Any
     left: Any
@@ -243,10 +214,7 @@ def start_of(args, batch, pair, m0, sizes: gl.constexpr):
 
 @gluon.jit
 def next_place(place, t, tiles, args):
-    """Return the ``Place`` of the t-th key tile of a run; an interval is walked from its last tile to its first.
-
-    ``place``: the result of the previous call; in the first call that of ``start_of``.
-    """
+    """Return the ``Place`` of the t-th key tile, after ``place``; an interval is walked from its last tile to its first."""
     if args.intervals is None:
         place = Place(tile_at(t, tiles), 0, 0)
     else:
@@ -261,11 +229,8 @@ def next_place(place, t, tiles, args):
 
 @gluon.jit
 def run_of(args, shared, loads, work, sizes: gl.constexpr, number, i, GROUP: gl.constexpr):
-    """Return the ``RunOfKeys`` with index ``number``, for the queries ``i`` of a warpgroup.
-
-    If shared memory has room for the queries' extents, the producer stores them there with q. Otherwise this function reads them
-    from global memory. ``loads``: number of query tiles whose q was loaded before this one's.
-    """
+    """Return run ``number`` of keys for the queries ``i`` of a warpgroup. If shared memory has room, the producer stores their
+    extents there with q. ``loads``: query tiles whose q was loaded before."""
     pair = work.q_run * sizes.K_RUNS + number
     row = load_row(args.rows, pair)
     tiles = key_tiles(args, work.batch, pair, work.m0, sizes)

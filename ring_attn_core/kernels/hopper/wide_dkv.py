@@ -78,10 +78,8 @@ class WideConstants(NamedTuple):
 
 
 class WideSharedMemory(NamedTuple):
-    """The tiles in shared memory, and the mbarriers ``*_full``, which signal that a load is complete.
-
-    ``p`` is the tile that the first warpgroup passes to the second. Only the producer waits for ``own_full``.
-    """
+    """The tiles in shared memory, and the mbarriers ``*_full`` of their loads. The first warpgroup passes ``p`` to the second;
+    only the producer waits for ``own_full``."""
 
     q: Any
     dout: Any
@@ -255,11 +253,8 @@ def sum_values(args, shared, work, sizes: gl.constexpr):
 def visit_queries(
     step, s, dv, k, m0, run, args, shared, work, sizes: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
-    """Add one query tile to dv and send its p to ``sum_keys``; return (number of the next step, ``s`` of the next tile, dv).
-
-    A step is one query tile, and ``s`` is the k q^T of a tile. No tile follows the last one, so the last call computes k q^T of
-    its own tile again, and this product is not used.
-    """
+    """Add one query tile to dv and send its p to ``sum_keys``; return (next step, ``s`` = k q^T of the next tile, dv). The last
+    call computes k q^T of its own tile again, and this product is not used."""
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     STAGES: gl.constexpr = sizes.STAGES
     S_LAYOUT: gl.constexpr = accumulator(BLOCK_Q)

@@ -78,10 +78,8 @@ class DqConstants(NamedTuple):
 
 
 class DqArguments(NamedTuple):
-    """The arguments of ``hopper_wide_dq`` without its TMA descriptors; an array that the call does not have is None.
-
-    ``tickets``: counter of the query tiles taken so far. ``total``: number of query tiles. ``together``: heads taken at a time.
-    """
+    """The arguments of ``hopper_wide_dq`` without TMA descriptors, None if absent. ``tickets``: counter of query tiles taken.
+    ``total``: number of query tiles. ``together``: heads taken at a time."""
 
     rows: Any
     extents: Any
@@ -257,10 +255,8 @@ def hopper_wide_dq(
 
 
 class DqQueries(NamedTuple):
-    """The 64 queries of a warpgroup: q, dout, local indices ``i``, lse in base 2 and delta.
-
-    Without IN_REGISTERS q and dout are in shared memory, not registers, and ``lse2`` and ``delta`` are placeholders.
-    """
+    """The 64 queries of a warpgroup: q, dout, local indices ``i``, lse in base 2 and delta. Without IN_REGISTERS q and dout are
+    in shared memory, and ``lse2`` and ``delta`` are placeholders."""
 
     q: Any
     dout: Any
@@ -423,10 +419,7 @@ def visit_keys(
 
 @gluon.jit
 def finish(x, tile, COLUMN: gl.constexpr, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Store scale times the sums ``x``, plus the dq of earlier ring steps unless FIRST, in the columns of dq from COLUMN on.
-
-    If FIRST, results in 16 bits pass through the shared-memory ``tile``.
-    """
+    """Store scale times ``x``, plus the dq of earlier steps unless FIRST, in the columns of dq from COLUMN on."""
     COLUMNS: gl.constexpr = x.shape[1]
     DTYPE: gl.constexpr = args.dq.dtype.element_ty
     x *= args.scale

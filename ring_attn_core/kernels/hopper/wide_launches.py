@@ -91,10 +91,7 @@ def _widths(call: RingCall) -> dict[str, int]:
 
 
 def _arguments(call: RingCall, portable: Launch, q_rows: int, k_rows: int, *lists: str) -> dict[str, Argument]:
-    """Return the arguments of the launch ``portable``, with TMA descriptors in place of q, dout, k and v.
-
-    ``q_rows``, ``k_rows``: number of queries, of keys in a tile. ``lists``: names of arrays that ``extent_lists`` adds if needed.
-    """
+    """Return the arguments of ``portable``, with TMA descriptors in place of q, dout, k and v, and the needed ``lists``."""
     d, e, both = in_parts(call.head_dim), in_parts(call.v_dim), call.head_dim + call.v_dim
     keys, values = ("kv", "kv") if call.packed else ("k", "v")
     k_pitch, v_width = (both, both) if call.packed else (call.head_dim, call.v_dim)

@@ -168,10 +168,7 @@ def dkv(
 
 @triton.jit
 def visit_queries(dk, dv, queries, m0, head, row, tile, args, sizes: tl.constexpr, MASKED: tl.constexpr):
-    """Add the terms of the query tile at ``m0`` to the sums dk and dv, and return the sums.
-
-    The caller multiplies dk by scale and dv by rescale at the end.
-    """
+    """Add the query tile at ``m0`` to dk and dv and return them; the caller multiplies dk by scale and dv by rescale."""
     ACCURATE: tl.constexpr = tile.k.dtype == tl.float32
     i = m0 + tl.arange(0, sizes.BLOCK_Q)
     j = tile.n0 + tl.arange(0, sizes.BLOCK_K)
@@ -212,14 +209,9 @@ def visit_queries(dk, dv, queries, m0, head, row, tile, args, sizes: tl.constexp
 
 @triton.jit
 def tiles_in_bounds(tiles, bounds_ptr, batch, q_run, tiles_of_run, k_first, k_last, Q_RUNS: tl.constexpr):
-    """Return query ``tiles`` without the tiles at either end that see no key of the key tile.
-
-    A query tile sees no key if the bounds of its queries' extents exclude all positions ``k_first .. k_last``, those of the key
-    tile's first to last key. ``bounds_ptr``: the result of ``extent_bounds``.
-
-    A query tile needs no mask if two conditions hold: ``tiles`` has it in ``whole_first .. whole_last - 1``; and the extent of
-    each of its queries contains the key tile. If the tiles that need no mask are not consecutive, all tiles are masked.
-    """
+    """Return query ``tiles`` without those at either end whose extents exclude all positions ``k_first .. k_last`` of the key
+    tile. A tile needs no mask if it is whole in ``tiles`` and each of its extents contains the key tile; if such tiles are not
+    consecutive, all are masked."""
     first, last = tiles.first, tiles.last
     lowest, highest = last, first
     whole_lowest, whole_highest, wholes = last, first, 0

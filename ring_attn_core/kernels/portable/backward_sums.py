@@ -37,10 +37,7 @@ def delta(
     BLOCK_Q: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Store lse2, delta and, if ``rest`` is passed, factor of one tile of tokens, by the formulas on top of the file.
-
-    The caller then multiplies dout and delta by factor.
-    """
+    """Store lse2, delta and, with ``rest``, the factor of dout and delta, by the formulas on top of the file."""
     program = tl.program_id(0)
     tiles = tl.cdiv(S, BLOCK_Q)
     head = program // tiles % H
@@ -71,14 +68,9 @@ def delta(
 def extent_bounds(
     extents_ptr, rows_ptr, bounds_ptr, S, RUNS: tl.constexpr, ROW: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Store four bounds of a tile's extents (first, end): the least first, greatest end, greatest first, and least end.
-
-    A tile holds queries and their extents, or keys and their key extents. ROW: number of ``runs.Row`` records
-    from one run to the next in the array ``rows``. LENGTH: index of the ``runs.Row`` field with the run's length.
-
-    An empty extent counts as first = NOTHING_BEGINS, end = 0. So it does not change the least first and the greatest end, and the
-    other two bounds show that no key is visible to all queries of the tile.
-    """
+    """Store four bounds of a tile's extents (first, end): the least first, greatest end, greatest first, and least end. An empty
+    extent counts as (NOTHING_BEGINS, 0). ROW: ``runs.Row`` records from run to run in ``rows``. LENGTH: index of the field with a
+    run's length."""
     slot = S // RUNS
     tiles = tl.cdiv(slot, BLOCK)
     program = tl.program_id(0)

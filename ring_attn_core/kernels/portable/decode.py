@@ -41,11 +41,8 @@ LOWER = tl.constexpr(2.0**-15)
 
 
 class DecodeConstants(NamedTuple):
-    """The constants of ``decode`` that its helpers read.
-
-    G: kv heads. SCAN: slots that ``skip_unseen`` tests at once. FP8: 0 if k and v are not float8; 1: converted by an instruction;
-    2: converted by bit operations (GPUs before sm_89).
-    """
+    """The constants of ``decode`` that its helpers read. SCAN: slots that ``skip_unseen`` tests at once. FP8: 0 if k and v are
+    not float8; 1: converted by an instruction; 2: by bit operations (GPUs before sm_89)."""
 
     G: Any
     BLOCK_K: Any
@@ -54,12 +51,8 @@ class DecodeConstants(NamedTuple):
 
 
 class RowVisibility(NamedTuple):
-    """The cache slots that a program's rows may see: positions ``lowest`` to ``highest``, limited by window and tree mask.
-
-    ``q_position``: position of each row's query. In a draft tree each query is a node. The cache stores node n at position
-    ``first`` + n, but ``q_position`` is ``first`` + depth, the position in the sequence that the node continues. ``depths``:
-    pointer to ``first`` + depth of all nodes. ``tree_rows``: pointers to the rows of the tree mask. ``N``: number of queries.
-    """
+    """The cache slots that a program's rows may see: positions ``lowest`` to ``highest``, limited by window and tree mask. Node n
+    of a draft tree is cached at position ``first`` + n, but ``q_position`` and ``depths`` hold ``first`` + depth."""
 
     q_position: Any
     lowest: Any
@@ -212,10 +205,8 @@ def load_slots(source, slot, group, read, WIDTH: tl.constexpr, COLUMNS: tl.const
 
 @triton.jit
 def in_half(q_tile):
-    """Divide each row of a query tile by a power of two, so that the row's largest magnitude lies between 1 and 2.
-
-    Return the tile in float16 and the powers in f32. The powers stay within 2^-120 .. 2^120, and rows of zeros stay 0.
-    """
+    """Divide each row by a power of two, so that its largest magnitude lies between 1 and 2. Return the tile in float16 and the
+    powers, 2^-120 .. 2^120, in f32; rows of zeros stay 0."""
     wide = q_tile.to(tl.float32)
     exponent = tl.max(wide.to(tl.int32, bitcast=True) & 0x7F800000, 1)  # of the largest |q|, clamped next for 0 and inf
     exponent = tl.minimum(tl.maximum(exponent, 7 << 23), 247 << 23)  # 2^-120 to 2^120: both have an inverse
@@ -225,10 +216,7 @@ def in_half(q_tile):
 
 @triton.jit
 def from_bits(tile):
-    """Convert float8_e4m3fn bytes to float16 by bit operations.
-
-    The exponent bias of float16 is larger by 8, hence a factor of 2^8. A byte with 0x7F in its lower 7 bits is NaN.
-    """
+    """Convert float8_e4m3fn bytes to float16 by bit operations; the exponent bias is larger by 8, hence the factor of 2^8."""
     bits = tile.to(tl.int16)
     moved = ((bits & 128) << 8) | ((bits & 127) << 7)
     return tl.where((bits & 127) == 127, float("nan"), moved.to(tl.float16, bitcast=True) * 256.0)
@@ -236,11 +224,7 @@ def from_bits(tile):
 
 @triton.jit
 def who_sees_whom(position, read, valid, seen):
-    """Return the visibility mask, bool [BLOCK_M, BLOCK_K], and the int32 lags q_pos - k_pos.
-
-    ``position``: positions of the slots. ``read``: mask of the slots to read. ``valid``: mask of the rows that hold a query.
-    ``seen``: the ``RowVisibility``. The lags between nodes of a draft tree are computed from ``seen.depths``.
-    """
+    """Return the visibility mask, bool [BLOCK_M, BLOCK_K], and the int32 lags q_pos - k_pos, of tree nodes by ``seen.depths``."""
     if seen.tree_rows is None:
         lag = seen.q_position[:, None] - position[None, :]
         visible = read[None, :] & (lag >= 0)
@@ -258,10 +242,7 @@ def who_sees_whom(position, read, valid, seen):
 
 @triton.jit
 def skip_unseen(positions, first, last, seen, FORWARD: tl.constexpr, sizes: tl.constexpr):
-    """Return ``first`` moved up past slots that no row may see; without FORWARD, return ``last`` moved down past such slots.
-
-    The slots are ``first .. last - 1``. The bound moves by SCAN slots at once, so up to SCAN - 1 unseen slots may remain.
-    """
+    """Return ``first`` moved up past slots that no row may see, or ``last`` moved down unless FORWARD, by SCAN slots at once."""
     at = first if FORWARD else last
     unseen = first < last
     while unseen:
@@ -290,11 +271,7 @@ def merge_pairs(
     BLOCK_S: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Merge S partial results (out, lse) of one (batch row, query, head): average ``out`` with weights exp(lse).
-
-    A sink, if passed, adds exp(sink) to the sum of weights. Store the result in ``merged_RE``, packed like the inputs; if
-    ``merged_RE`` is None, store it in ``out_RE`` and ``lse_R``.
-    """
+    """Merge S pairs (out, lse) of one (batch row, query, head), and a sink if passed, by the weights exp(lse)."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BLOCK_S)
     e = tl.arange(0, BLOCK_E)

@@ -37,10 +37,7 @@ def philox_keys(dropout_seed_ptr, dropout_BH, B, H, BLOCK: tl.constexpr):
 
 @triton.jit
 def keep_mask_of_tile(args, batch, head, row, i, j, m0, n0, sizes: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Return a tile's dropout mask, bool [queries, keys], or [keys, queries] if BY_KEYS; True keeps a probability.
-
-    ``i``, ``j``: local indices of queries and keys, starting at ``m0`` and ``n0``.
-    """
+    """Return a tile's dropout mask, bool [queries, keys], or [keys, queries] if BY_KEYS; True keeps a probability."""
     q_pos, k_pos = row.q_start + row.stride * i, row.k_start + row.stride * j
     q_first, k_first = row.q_start + row.stride * m0, row.k_start + row.stride * n0
     stream = tl.load(args.dropout + batch * sizes.H + head)
@@ -62,12 +59,9 @@ def keep_mask(
     ALIGNED: tl.constexpr,
     BY_KEYS: tl.constexpr,
 ):
-    """Return the dropout mask, bool [QUERIES, KEYS], or [KEYS, QUERIES] if BY_KEYS; True keeps a probability.
-
-    ``stream``: the Philox key. Positions are ``q_pos`` [QUERIES] and ``k_pos`` [KEYS], starting at ``q_first`` and ``k_first``.
-    ALIGNED: the positions are consecutive and start at multiples of 16. Then a thread calls Philox once for several of its
-    probabilities: for all eight that share a counter, or with BY_KEYS for four of them. Otherwise it calls Philox for each one.
-    """
+    """Return the dropout mask, bool [QUERIES, KEYS], or [KEYS, QUERIES] if BY_KEYS; True keeps a probability. ``stream``: the
+    Philox key. ALIGNED: positions are consecutive from multiples of 16, so a thread calls Philox once for eight probabilities
+    (BY_KEYS: four)."""
     if ALIGNED and BY_KEYS:
         j = tl.arange(0, KEYS // 2)[:, None]
         of_q, of_k = q_first // 2 + tl.arange(0, QUERIES // 2), k_first // 4 + j // 2
@@ -90,10 +84,7 @@ def keep_mask(
 
 @triton.jit
 def philox2x32(of_q, of_k, stream):
-    """Return the two uint32 words of Philox for counters of two int32 words; ``stream`` is the key.
-
-    The words ``of_q`` and ``of_k`` broadcast against each other.
-    """
+    """Return the two uint32 words of Philox for counters of two int32 words that broadcast; ``stream`` is the key."""
     a, b = tl.broadcast(of_q.to(tl.uint32), of_k.to(tl.uint32))
     for _ in tl.static_range(ROUNDS):  # pyright: ignore[reportGeneralTypeIssues]
         product = a.to(tl.uint64) * MULTIPLIER
@@ -117,9 +108,6 @@ def keep_halves(word, threshold):
 
 @triton.jit
 def keep_quarters(word, threshold):
-    """Return the mask, bool [..., 2, 2], of the four keys that share each word.
-
-    Entry [..., a, b] belongs to key k + 8 a + b; k is the first of the four keys. The entry tests the upper 16 bits of the word
-    rotated left by 2 a + b bytes.
-    """
+    """Return the mask, bool [..., 2, 2], of the four keys that share each word. Entry [..., a, b] belongs to key k + 8 a + b and
+    tests the upper 16 bits of the word rotated left by 2 a + b bytes."""
     return tl.join(keep_halves(word, threshold), keep_halves((word << 8) | (word >> 24), threshold))

@@ -17,10 +17,7 @@ INTERVALS = 14
 
 @lru_cache(maxsize=4096)
 def extent_bounds(call: RingCall, block_q: int) -> Launch:
-    """Return the launch that computes the bounds of the extents (first, end) in each tile of ``block_q`` queries.
-
-    The output ``bounds`` is int32 [batch, q tiles, 4]: least first, greatest end, greatest first, least end.
-    """
+    """Return the launch of ``bounds``, int32 [batch, q tiles, 4]: least first, greatest end, greatest first, least end."""
     arguments = {
         "extents_ptr": Array("extents", "int32"),
         "rows_ptr": Array("rows", "int32"),
@@ -35,10 +32,7 @@ def extent_bounds(call: RingCall, block_q: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def key_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
-    """Return the launch that computes, for each tile of ``block_q`` queries, the tiles of ``block_k`` keys to visit.
-
-    The output ``key_tiles`` is int32 [batch, q tiles, k_runs, 4]: first, last, whole_first and whole_last of a ``rows.Tiles``.
-    """
+    """Return the launch of ``key_tiles``, int32 [batch, q tiles, k_runs, 4]: the ``rows.Tiles`` of keys that a q tile visits."""
     arguments = {
         "rows_ptr": Array("rows", "int32"),
         "extents_ptr": Array("extents", "int32"),
@@ -53,10 +47,7 @@ def key_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def key_bounds(call: RingCall, block_k: int) -> Launch:
-    """Return the launch that computes the bounds of the key extents (first, end) in each tile of ``block_k`` keys.
-
-    The output ``key_bounds`` is int32 [batch, k tiles, 4]: least first, greatest end, greatest first, least end.
-    """
+    """Return the launch of the ``key_bounds`` of key extents, int32 [batch, k tiles, 4], in the order of ``extent_bounds``."""
     arguments = {
         "extents_ptr": Array("key_extents", "int32"),
         "rows_ptr": Array("rows", "int32"),
@@ -71,12 +62,9 @@ def key_bounds(call: RingCall, block_k: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> Launch:
-    """Return the launch that lists, for each tile of ``block_q`` queries, the tiles of ``block_k`` keys to visit.
-
-    It serves calls with key extents. The output ``intervals`` is int32 [batch, q tiles, k_runs, HEADER + 2 INTERVALS]: numbers
-    of tiles, of masked tiles and of intervals, a 0, then first and end (exclusive) of each interval of key tiles. ``whole``: list
-    the tiles that need no mask in separate intervals; else list all tiles as tiles that need a mask.
-    """
+    """Return the launch of the ``intervals`` of key tiles to visit, int32 [batch, q tiles, k_runs, HEADER + 2 INTERVALS]. It
+    holds numbers of tiles, of masked tiles and of intervals, a 0, then first and end (exclusive) of each. ``whole``: tiles that
+    need no mask are in separate intervals."""
     arguments = {
         "rows_ptr": Array("rows", "int32"),
         "extents_ptr": call.array("extents", "int32"),
@@ -93,10 +81,7 @@ def intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> Launch
 
 @lru_cache(maxsize=4096)
 def tile_order(call: RingCall, block_q: int) -> Launch:
-    """Return the launch that sorts the tiles of ``block_q`` queries: those that visit the most key tiles come first.
-
-    It reads ``intervals`` if the call has key extents, else ``key_tiles``. The output ``tile_order`` is int32 [batch, q tiles].
-    """
+    """Return the launch of ``tile_order``, int32 [batch, q tiles]: the query tiles that visit the most key tiles come first."""
     of_keys, q_tiles = "key_extents" in call.array_names, call.q_tiles(block_q)
     arguments = {
         "key_tiles_ptr": None if of_keys else Array("key_tiles", "int32"),
@@ -110,10 +95,7 @@ def tile_order(call: RingCall, block_q: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def key_ranges(call: RingCall) -> Launch:
-    """Return the launch that finds, for each query and each run of keys, the keys that band and extent let the query see.
-
-    The output ``key_ranges`` is int32 [batch, k_runs, 2, queries]: begin and end (exclusive), as local indices of the run.
-    """
+    """Return the launch of ``key_ranges``, int32 [batch, k_runs, 2, queries]: begin and end (exclusive) of visible keys."""
     arguments = {
         "rows_ptr": Array("rows", "int32"),
         "extents_ptr": Array("extents", "int32"),
@@ -128,11 +110,7 @@ def key_ranges(call: RingCall) -> Launch:
 
 @lru_cache(maxsize=4096)
 def query_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
-    """Return the launch that computes, for each tile of ``block_k`` keys, the tiles of ``block_q`` queries to visit.
-
-    It reads ``intervals`` if the call has key extents, else the ``bounds`` of the extents. The output ``query_tiles`` is int32
-    [batch, k tiles, q_runs, 4]: first, last (exclusive), number of tiles to visit, and a constant 0.
-    """
+    """Return the launch of ``query_tiles``, int32 [batch, k tiles, q_runs, 4]: first, last (exclusive), tiles to visit, 0."""
     of_keys = "key_extents" in call.array_names
     arguments = {
         "rows_ptr": Array("rows", "int32"),
@@ -150,10 +128,7 @@ def query_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def not_finite(call: RingCall, of_values: bool) -> Launch:
-    """Return the launch that flags each span of MASK_SPAN keys that holds a non-finite value (infinity or NaN).
-
-    ``of_values``: examine v; else k. The output ``not_finite`` is int32 [batch, kv_heads, spans], 1 for a flagged span.
-    """
+    """Return the launch of ``not_finite``, int32 [batch, kv_heads, spans]: 1 if MASK_SPAN keys hold infinity or NaN."""
     k_stride, v_stride, v_column = call.key_columns
     width = call.v_dim if of_values else call.head_dim
     arguments = {

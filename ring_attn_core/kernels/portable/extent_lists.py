@@ -65,11 +65,7 @@ def key_tiles(
 
 @triton.jit
 def tile_order(key_tiles_ptr, intervals_ptr, tile_order_ptr, Q_TILES, K_RUNS: tl.constexpr):
-    """Store the index of a query tile in ``tile_order``.
-
-    The place of the index is the number of query tiles that come first: those that visit more key tiles and, among tiles that
-    visit equally many, those of higher index.
-    """
+    """Store the index of a query tile behind tiles that visit more key tiles, or equally many at a higher index."""
     program = tl.program_id(0)
     tile, first = program % Q_TILES, program // Q_TILES * Q_TILES
     own = visited(key_tiles_ptr, intervals_ptr, program + tl.zeros([1], tl.int32), K_RUNS)
@@ -117,10 +113,7 @@ def intervals(
     rows_ptr, extents_ptr, key_bounds_ptr, intervals_ptr, S, T,
     Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Store the intervals of key tiles that a query tile visits in one run of keys under key extents.
-
-    WHOLE: list the tiles that need no mask in separate intervals; else list all tiles as tiles that need a mask.
-    """
+    """Store the intervals of key tiles that a query tile visits; WHOLE: those that need no mask in separate intervals."""
     q_tiles = tl.cdiv(S // Q_RUNS, BLOCK_Q)
     k_tiles = tl.cdiv(T // K_RUNS, BLOCK_K)
     program = tl.program_id(0)
@@ -171,11 +164,8 @@ def intervals(
 
 @triton.jit
 def belongs(tile, part, tiles, bounds, first, last, WHOLE: tl.constexpr):
-    """Return a mask over the key tiles ``tile``: True if the tile belongs to ``part`` and some query of a query tile may see it.
-
-    Part 0 holds the key tiles that need a mask, part 1 those that need none. Without WHOLE, part 0 holds all key tiles.
-    ``first``, ``last``: positions of the query tile's first and last query.
-    """
+    """Return the mask over key tiles that are in ``part`` and that a query at positions ``first`` to ``last`` may see. Part 0
+    holds the key tiles that need a mask (without WHOLE: all), part 1 those that need none."""
     inside = (tile >= tiles.first) & (tile < tiles.last)
     at = bounds + tile * 4
     some = inside & (tl.load(at, mask=inside, other=0) <= last) & (tl.load(at + 1, mask=inside, other=0) > first)

@@ -25,10 +25,7 @@ MERGED_AT_ONCE = 32
 
 @lru_cache(maxsize=4096)
 def forward(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch that merges one shard of keys into ``out``, ``lse`` and, for float32, ``rest`` (rounding error of lse).
-
-    After the first step ``lse`` and ``rest`` overwrite ``lse_in`` and ``rest_in``, and a float32 ``out`` overwrites ``out_in``.
-    """
+    """Return the launch that merges a shard of keys into ``out``, ``lse`` and, for float32, lse's rounding error ``rest``."""
     tiles = call.tiles("forward")
     out = Output("out", (call.batch, call.seq_local, call.heads, call.v_dim), call.dtype if last else "float32")
     of_lse = tuple(
@@ -70,13 +67,8 @@ def forward(call: RingCall, first: bool, last: bool) -> Launch:
 
 @lru_cache(maxsize=4096)
 def delta(call: RingCall, out_dtype: str) -> Launch:
-    """Return the launch that computes ``lse2`` and ``delta`` [batch, heads, tokens] for the backward.
-
-    ``lse2``: lse in base 2. ``delta``: out . dout - dlse of each query. ``out_dtype``: dtype of out.
-
-    Float32 inputs have a ``rest``, the rounding error of lse. Then the third output is ``factor`` [batch, heads, tokens]; the
-    caller multiplies dout and delta by ``factor``.
-    """
+    """Return the launch of ``lse2`` (lse in base 2) and ``delta`` = out . dout - dlse, [batch, heads, tokens] each. For float32
+    the third output is ``factor``, by which the caller multiplies dout and delta."""
     tiles = call.tiles("delta")
     shape = call.batch, call.heads, call.seq_local
     arguments = {
@@ -100,13 +92,8 @@ def delta(call: RingCall, out_dtype: str) -> Launch:
 
 @lru_cache(maxsize=4096)
 def unpack_key_mask(batch: int, kv_local: int) -> Launch:
-    """Return the launch that unpacks ``key_mask_bits``.
-
-    Outputs: ``key_mask`` f32 [batch, tokens], +inf for a visible key, else -inf; ``key_mask_spans`` int32 [batch, spans].
-
-    A span is ``MASK_SPAN`` keys. ``key_mask_spans`` holds 0 for a span if all of its keys are visible, else 1. For spans with 0,
-    kernels skip the mask. Keys beyond the shard count as hidden.
-    """
+    """Return the launch that unpacks ``key_mask_bits`` to ``key_mask``, f32 [batch, tokens], +inf for a visible key, else -inf.
+    ``key_mask_spans``, int32 [batch, spans], is 0 if all MASK_SPAN keys are visible: kernels then skip the mask."""
     arguments = {
         "key_mask_bits_ptr": Array("key_mask_bits", "uint8"),
         "key_mask_BT": Array("key_mask", "float32"),
@@ -135,11 +122,7 @@ def philox_keys(batch: int, heads: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def dq(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch that adds the gradient from one shard of keys to ``dq``, which starts at 0 in the ``first`` step.
-
-    Later steps read the sum so far from ``dq_in``, and write a float32 ``dq`` into the memory of ``dq_in``. The ``last`` step
-    writes ``dq`` in q's dtype.
-    """
+    """Return the launch that adds one shard's gradient to ``dq``, float32 over ``dq_in`` until the ``last`` step."""
     tiles = call.tiles("dq")
     out = Output("dq", (call.batch, call.seq_local, call.heads, call.head_dim), call.dtype if last else "float32")
     if not first and out.dtype == "float32":
@@ -160,11 +143,8 @@ def dq(call: RingCall, first: bool, last: bool) -> Launch:
 
 @lru_cache(maxsize=4096)
 def dkv(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch that computes the gradients of one shard of keys: ``dkv`` if k and v are packed, else ``dk`` and ``dv``.
-
-    Unless ``first``, the launch adds the sums of earlier steps (``dkv_in``, or ``dk_in`` and ``dv_in``). Float32 outputs then
-    overwrite these arrays. ``last``: the gradients are complete and get the input's dtype.
-    """
+    """Return the launch of one shard's gradients, ``dkv`` if packed, else ``dk`` and ``dv``, plus earlier steps' unless
+    ``first``. ``last``: the gradients are complete and get the input's dtype."""
     tiles = call.tiles("dkv")
     dtype = call.dtype if last else "float32"
     shape = call.batch, call.kv_local, call.kv_heads
@@ -196,11 +176,8 @@ def _fields(output: Output) -> tuple[str, tuple[int, ...], str]:
 
 
 def _inputs(call: RingCall, tiles: TileConfig, own: str, *of_queries: str) -> dict[str, Argument]:
-    """Return a kernel's arguments for q, k, v and, if ``of_queries`` names it, dout: pointers, or TMA descriptors of tiles.
-
-    ``own``: "q" if a program loads a single tile of q and of dout, "kv" if it loads a single tile of k and of v. If ``call.tail``
-    is not None, the values are columns of k: the tiles of k contain the values, and v has no argument.
-    """
+    """Return a kernel's arguments for q, k, v and dout: pointers, or TMA descriptors of tiles. ``own``: "q" or "kv", if a program
+    loads a single tile of it. With ``call.tail`` the values are columns of k, and v has no argument."""
     k_stride, v_stride, _ = call.key_columns
     k_name, v_name = ("kv", "kv") if call.packed else ("k", "v")
     by_tma = tiles.tma and tma_fits(call)
@@ -236,10 +213,7 @@ def of_decode(call: DecodeCall) -> Iterator[Launch]:
 
 @lru_cache(maxsize=4096)
 def decode(call: DecodeCall) -> Launch:
-    """Return the launch of attention over the splits of a cache.
-
-    It stores out and lse in ``pairs`` [splits, batch, queries, heads, v_dim + 1].
-    """
+    """Return the launch over splits of a cache; ``pairs`` [splits, batch, queries, heads, v_dim + 1] get out and lse."""
     tiles, array_names, log2e = call.tiles, call.array_names, math.log2(math.e)
     optional = lambda name, dtype="float32": Array(name, dtype) if name in array_names else None
     of_keys, cap = "uint8" if call.fp8 else call.dtype, call.softcap
@@ -283,13 +257,8 @@ def decode(call: DecodeCall) -> Launch:
 
 @lru_cache(maxsize=4096)
 def merge_pairs(call: DecodeCall, ranks: int | None, final: bool) -> Launch:
-    """Return the launch that merges the (out, lse) of all splits, or of ``ranks`` ranks.
-
-    The input is ``pairs`` [splits or ranks, batch, queries, heads, v_dim + 1].
-
-    ``final``: merge the sinks too, and output ``out`` [batch, queries, heads, v_dim] in q's dtype and ``lse`` [batch, queries,
-    heads]. Otherwise output ``merged``, with out and lse packed as in ``pairs``.
-    """
+    """Return the launch that merges ``pairs`` [splits or ranks, batch, queries, heads, v_dim + 1] into ``merged``, packed
+    likewise. ``final``: merge the sinks too, into ``out`` in q's dtype and ``lse``."""
     b, n, h, e = call.batch, call.queries, call.heads, call.v_dim
     arguments = {
         "pairs_SRE": Array("pairs", "float32"),
@@ -308,11 +277,7 @@ def merge_pairs(call: DecodeCall, ranks: int | None, final: bool) -> Launch:
 
 
 def tma_fits(call: RingCall) -> bool:
-    """Return whether the call may use TMA.
-
-    The launcher must support TMA. Tiles must have no padded columns, and the bytes of a row must be a multiple of 16. No array
-    may be empty.
-    """
+    """Return whether the call may use TMA: no padded columns, rows of a multiple of 16 bytes, and no empty array."""
     itemsize = 4 if call.dtype == "float32" else 2
     widths = call.head_dim, call.v_dim
     if call.tail is not None:
@@ -357,10 +322,7 @@ def _constants(call: RingCall, tiles: TileConfig) -> dict[str, Any]:
 
 
 def _zero_masked(call: RingCall) -> int:
-    """Return the number of the method by which ``loads.keep_seen`` zeroes unused keys, which may hold NaN.
-
-    Method 0 zeroes nothing. Method 1 is ``tl.where``. Method 2 is a bitwise AND, which GPUs older than Hopper need.
-    """
+    """Return how ``loads.keep_seen`` zeroes unused keys: 0 not at all, 1 by ``tl.where``, 2 by AND, before Hopper."""
     return 0 if not call.zero_masked else 1 if call.capability >= 90 else 2
 
 

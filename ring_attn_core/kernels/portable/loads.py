@@ -24,12 +24,8 @@ SPANS = tl.constexpr(tile_sizes.MASK_BLOCK // tile_sizes.MASK_SPAN)
 def load_tile(
     source, batch, tokens, token, head, limit, columns: tl.constexpr, ROWS: tl.constexpr, LIMITED: tl.constexpr
 ):  # fmt: skip
-    """Load a tile [ROWS, COLUMNS] of an array [batch, tokens, ...], from ``token`` on. ``columns``: a ``records.Columns``.
-
-    WIDTH, COLUMNS and TMA are fields of ``columns``. Without TMA, columns from WIDTH on are 0, and with LIMITED also the tile's
-    rows from ``limit`` on. With TMA, WIDTH equals COLUMNS, and LIMITED has no effect: those rows hold the array's next tokens, or
-    0 after its last token.
-    """
+    """Load a tile [ROWS, COLUMNS] of an array [batch, tokens, ...] from ``token`` on. Without TMA, padded columns are 0, and with
+    LIMITED rows from ``limit`` on; with TMA those rows hold the array's next tokens, or 0 after its last token."""
     if columns.TMA:
         tile = source.load([batch, token, head, columns.COLUMN]).reshape([ROWS, columns.COLUMNS])
     else:
@@ -48,12 +44,9 @@ def load_tile(
 
 @triton.jit
 def load_own_tile(source, batch, tokens, token, head, limit, columns: tl.constexpr, ROWS: tl.constexpr):
-    """Load a tile that a program uses in every iteration of its loop: a tile of q or dout, or of k or v.
-
-    With TMA, ``source`` is a descriptor of the array as [batch * tokens, columns]. Triton (3.6, 3.7) leaves the tile in
-    shared memory, where products read it, only if the descriptor has two dimensions. Otherwise the tile would take 32 registers
-    of each thread, and the loops would spill. Rows from ``limit`` on may hold tokens of the next batch row.
-    """
+    """Load a tile that a program uses in every iteration of its loop. Triton (3.6, 3.7) leaves it in shared memory only if its
+    descriptor has two dimensions; otherwise it would take 32 registers of each thread, and the loops would spill. Rows from
+    ``limit`` on may hold tokens of the next batch row."""
     if columns.TMA:
         tile = source.load([batch * tokens + token, head * columns.STRIDE + columns.COLUMN])
     else:
@@ -63,11 +56,8 @@ def load_own_tile(source, batch, tokens, token, head, limit, columns: tl.constex
 
 @triton.jit
 def add_product(total, a, b, tokens, PRECISION: tl.constexpr):
-    """Return total + a b.
-
-    In float32 the product a b is summed separately and then added, because a single long chain of additions loses half a digit.
-    The condition ``tokens > 0`` is true for every tile, but it keeps the compiler from summing a b directly into ``total``.
-    """
+    """Return total + a b, in float32 with a b summed apart, because one long chain of additions loses half a digit. The condition
+    ``tokens > 0`` is always true, but keeps the compiler from joining both sums."""
     if a.dtype == tl.float32:
         total += tl.where(tokens > 0, tl.dot(a, b, input_precision=PRECISION), 0.0)
     else:
@@ -77,10 +67,8 @@ def add_product(total, a, b, tokens, PRECISION: tl.constexpr):
 
 @triton.jit
 def keep_seen(tile, visible, BY_BITS: tl.constexpr):
-    """Return a k or v tile in which keys that no query sees are 0, because 0 times NaN is NaN. ``visible``: bool [queries, keys].
-
-    BY_BITS avoids a tensor of bools, for which Triton 3.9 finds no layout before a product on GPUs older than Hopper.
-    """
+    """Return a k or v tile with 0 in keys that no query sees, because 0 times NaN is NaN. ``visible``: bool [queries, keys].
+    BY_BITS avoids a tensor of bools, for which Triton 3.9 finds no layout before a product on GPUs older than Hopper."""
     some = tl.max(visible.to(tl.int32), 0)[:, None]
     if BY_BITS:
         INTEGER: tl.constexpr = tl.int32 if tile.dtype == tl.float32 else tl.int16  # pyright: ignore[reportAssignmentType]
@@ -93,11 +81,9 @@ def keep_seen(tile, visible, BY_BITS: tl.constexpr):
 
 @triton.jit
 def unpack_key_mask(key_mask_bits_ptr, key_mask_BT, key_mask_spans_ptr, T, BLOCK_K: tl.constexpr):
-    """Unpack the bits of the key mask to upper bounds of scores, and flag spans of SPAN keys that contain hidden keys.
-
-    Bit j % 8 of byte j // 8 is 1 if key j is visible. The mask is unpacked before attention: the minimum of score and bound then
-    takes one instruction, and it turns a hidden key's NaN into -inf too. Testing bits made the forward slower by half.
-    """
+    """Unpack the key mask to upper bounds of scores, and flag spans with hidden keys. Key j is bit j % 8 of byte j // 8. A
+    minimum with a bound takes one instruction and turns a hidden key's NaN into -inf; testing bits made the forward slower by
+    half."""
     tiles = tl.cdiv(T, BLOCK_K)
     tile = tl.program_id(0) % tiles
     batch = (tl.program_id(0) // tiles).to(tl.int64)

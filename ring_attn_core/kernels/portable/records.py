@@ -10,10 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Columns(NamedTuple):
-    """The columns of an array [batch, tokens, HEADS, STRIDE] that a tile holds: WIDTH columns from COLUMN on, padded to COLUMNS.
-
-    ``TMA``: the array is read through a TMA descriptor, and WIDTH is COLUMNS; else through a pointer.
-    """
+    """The columns of an array [batch, tokens, HEADS, STRIDE] in a tile: WIDTH from COLUMN on, padded to COLUMNS."""
 
     HEADS: Any
     STRIDE: Any
@@ -24,13 +21,9 @@ class Columns(NamedTuple):
 
 
 class KernelConstants(NamedTuple):
-    """The constants of a kernel that its helpers read; a constant that the kernel does not have is None.
-
-    ``H``, ``G``: query and key heads. ``Q``, ``DOUT``, ``K``, ``V``: the ``Columns`` of these arrays. ``FOLDED``: the scale is
-    folded into the exponential. ``ZERO_MASKED``: whether ``loads.keep_seen`` zeroes unused keys, which may hold NaN (0: no; 1: by
-    bools; 2: by bits). ``ALIGNED``: all runs have stride 1 and start at multiples of 16, so one call of Philox serves several
-    probabilities. ``PRECISION``: the precision of float32 products. ``K_TAIL``: the ``Columns`` of k in a ``Tail``.
-    """
+    """The constants of a kernel that its helpers read, None if absent. ``FOLDED``: the scale is folded into the exponential.
+    ``ZERO_MASKED``: the method of ``loads.keep_seen``. ``ALIGNED``: runs have stride 1 and start at multiples of 16.
+    ``PRECISION``: of float32 products. ``K_TAIL``: the ``Columns`` of k in a ``Tail``."""
 
     H: Any
     G: Any
@@ -48,13 +41,9 @@ class KernelConstants(NamedTuple):
 
 
 class KernelArguments(NamedTuple):
-    """The arguments of a kernel that its helpers read; an argument that the call does not have is None.
-
-    ``k``, ``v``: pointers or TMA descriptors. ``extents``, ``key_extents``, ``alibi_slopes``: pointers to these arrays.
-    ``key_mask``, ``key_mask_spans``: from ``loads.unpack_key_mask``. ``dropout``: from ``dropout.philox_keys``. ``inner``,
-    ``softcap``: see ``scores.scores``. ``threshold``: random words below it drop a probability. ``rescale``: factor of the kept
-    probabilities. ``S``, ``T``: tokens of the q and the k/v shard.
-    """
+    """The arguments of a kernel that its helpers read, None if absent; k and v are pointers or TMA descriptors. ``threshold``:
+    random words below it drop a probability. ``rescale``: factor of the kept ones. ``S``, ``T``: tokens of the q and the k/v
+    shard."""
 
     k: Any
     v: Any
@@ -73,10 +62,7 @@ class KernelArguments(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """The query tile of a program of ``forward`` or ``dq``: local queries ``i`` from ``m0`` on, of one batch row and head.
-
-    ``slope``: the head's ALiBi slope.
-    """
+    """The query tile of a program of ``forward`` or ``dq``: local queries ``i`` from ``m0`` on, and ALiBi's ``slope``."""
 
     batch: Any
     head: Any
@@ -86,10 +72,7 @@ class QueryTile(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """The columns of q and k from ``v_dim`` on, if the values are the first ``v_dim`` columns of k (``tile_sizes.tail_of``).
-
-    ``q``: a loaded tile. ``k``: a pointer or TMA descriptor.
-    """
+    """The columns of q (loaded) and k (pointer or descriptor) from ``v_dim`` on, if the values are the first columns of k."""
 
     q: Any
     k: Any

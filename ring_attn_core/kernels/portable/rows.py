@@ -77,10 +77,7 @@ def keys_seen(i, extents_ptr, batch, q_tokens, row):
 
 @triton.jit
 def keys_between(i, first, last, row):
-    """Return begin and end of the keys of a run that each query ``i`` sees, by the formulas of ``keys_seen``.
-
-    ``first``, ``last``: the extent of each query, begin and end (exclusive), or None without extents.
-    """
+    """Return begin and end of the keys of a run that each query sees, by the formulas of ``keys_seen``; extents may be None."""
     begin = tl.maximum(i - row.hi, 0)
     end = tl.minimum(i - row.lo + 1, row.k_len)
     if first is not None:
@@ -127,21 +124,15 @@ def some_query_sees(n0, run, tile, args, sizes: tl.constexpr):
 
 @triton.jit
 def every_query_sees(n0, run, tile, args, sizes: tl.constexpr):
-    """Return whether key extents let all queries of a tile see all keys of the key tile at ``n0``.
-
-    The result is False if the query tile or the key tile reaches beyond the end of its run.
-    """
+    """Return whether key extents let all queries of a tile see all keys of the key tile at ``n0``, both without padding."""
     begin, end = seen_from(n0 + tl.arange(0, sizes.BLOCK_K), args.key_extents, tile.batch, args.T, run.row)
     return tl.min(((begin <= tile.m0) & (end >= tile.m0 + sizes.BLOCK_Q)).to(tl.int32), 0) > 0
 
 
 @triton.jit
 def tiles_in_band(x0, x1, lo, hi, others, BLOCK: tl.constexpr):
-    """Return the ``Tiles`` that hold the indices y with lo <= x - y <= hi for at least one index x.
-
-    Index x lies in x0 .. x1 - 1, y in 0 .. others - 1. A tile holds BLOCK indices y. To find the key tiles of queries, let x be
-    queries and y keys. To find the query tiles of keys, let x be keys and y queries, and pass (-hi, -lo) for (lo, hi).
-    """
+    """Return the ``Tiles`` that hold the indices y with lo <= x - y <= hi for at least one index x. Index x lies in x0 .. x1 - 1,
+    y in 0 .. others - 1. To find the query tiles of keys, let x be keys and y queries, and pass (-hi, -lo) for (lo, hi)."""
     some = (x0 < x1) & (lo <= hi)
     first = tl.maximum(x0 - hi, 0) // BLOCK
     last = (tl.minimum(x1 - lo, others) + BLOCK - 1) // BLOCK
@@ -152,11 +143,8 @@ def tiles_in_band(x0, x1, lo, hi, others, BLOCK: tl.constexpr):
 
 @triton.jit
 def tiles_in_extents(tiles, begin, end, valid, BLOCK: tl.constexpr):
-    """Return key ``tiles`` cut to the range from the least ``begin`` to the greatest ``end`` of a query tile's intervals.
-
-    ``begin``, ``end``: the interval of keys that each query sees. A key tile inside the intervals of all ``valid`` queries needs
-    no mask. To cut query ``tiles`` instead, pass the intervals of queries that may see a key (``seen_from``) and the valid keys.
-    """
+    """Return key ``tiles`` cut to the queries' intervals ``begin`` to ``end``; a tile inside those of all ``valid`` queries needs
+    no mask. To cut query ``tiles``, pass the intervals of ``seen_from`` and the valid keys."""
     first = tl.maximum(tiles.first, tl.min(begin, 0) // BLOCK)
     last = tl.minimum(tiles.last, (tl.max(end, 0) + BLOCK - 1) // BLOCK)
     whole_first = tl.maximum(tiles.whole_first, (tl.max(tl.where(valid, begin, 0), 0) + BLOCK - 1) // BLOCK)
@@ -181,9 +169,6 @@ def count_partly_seen(tiles):
 
 @triton.jit
 def partly_seen(t, tiles):
-    """Return the index of the t-th tile that needs a mask.
-
-    These are the tiles before the mask-free range, whole_first to whole_last, and then the tiles after it.
-    """
+    """Return the index of the t-th tile that needs a mask: those before the mask-free range, then those after it."""
     before = tiles.whole_first - tiles.first
     return tl.where(t < before, tiles.first + t, tiles.whole_last + t - before)

@@ -23,13 +23,9 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tanh(x, ACCURATE: tl.constexpr):
-    """Return tanh with an absolute error of at most 5e-7, or with ACCURATE a relative error of a few roundings, also near 0.
-
-    A multiprocessor computes only 16 special functions per cycle, so a polynomial replaces them for small arguments. A thread
-    takes eight arguments at a time. If all are at most 0.625 in magnitude, as usual under a softcap, it computes the polynomial;
-    else an exponential and a reciprocal. The bound 5e-7 assumes relative errors of 2^-22 in ex2.approx and 2^-23 in rcp.approx;
-    with exact functions it is 1.9e-7. The polynomial's error is 8e-8.
-    """
+    """Return tanh with an absolute error of at most 5e-7, or with ACCURATE a relative error of a few roundings, also near 0. A
+    multiprocessor computes 16 special functions per cycle, so a polynomial (error 8e-8) serves eight arguments up to 0.625. The
+    bound assumes relative errors of 2^-22 in ex2.approx and 2^-23 in rcp.approx."""
     if ACCURATE:
         e = tl.exp2(tl.abs(x) * -2.8853900817779268)
         t = (1.0 - e) / (1.0 + e)
@@ -72,12 +68,8 @@ TANH_REGISTERS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
 
 @triton.jit
 def scores(products, i, j, slope, row, args, ACCURATE: tl.constexpr):
-    """Return (s, t): the scores in base 2, and t for the backward.
-
-    With softcap t is ``tanh(products * args.inner)``, without it ``products * args.inner``. ``products`` are q . k of a tile.
-    ``args.inner`` is scale log2(e); with softcap it is scale / softcap, and ``args.softcap`` is softcap log2(e). Both are rounded
-    once, on the host. ``slope`` is None without ALiBi.
-    """
+    """Return (s, t): the scores in base 2, and for the backward t = products * args.inner, with softcap the tanh of this.
+    ``inner`` is scale log2(e), with softcap scale / softcap, and ``args.softcap`` is softcap log2(e)."""
     if args.softcap is None:
         s = products * args.inner
         t = s
