@@ -50,11 +50,8 @@ Multiply = Callable[[Any, int], tuple[Any, Any]]
 def philox4x32(
     counter: Words, key: Words, multiply: Multiply, word: Callable[[int], Any] = int, rounds: int = KEY_ROUNDS
 ) -> Words:
-    """Return the four 32-bit words that Philox makes from a four-word counter and a two-word key, elementwise.
-
-    ``multiply(a, constant)`` returns the (upper, lower) 32 bits of the product. Words are integers below 2^32, of dtype uint32 or
-    wider; ``word`` converts a constant to the caller's integer type.
-    """
+    """Return the four 32-bit words of Philox for a four-word counter and a two-word key, elementwise. ``multiply(a, constant)``
+    returns the (upper, lower) 32 bits. Words are integers below 2^32, of dtype uint32 or wider; ``word`` converts a constant."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
@@ -76,10 +73,7 @@ def philox2x32(counter: Words, key: Any, multiply: Multiply, word: Callable[[int
 
 
 def philox_key(seed: Words, batch: Any, head: Any, multiply: Multiply, word: Callable[[int], Any] = int) -> Any:
-    """Return the 32-bit Philox key of a batch row and head, made from the seed.
-
-    ``seed``: the lower and upper 32 bits of the seed. ``batch``, ``head``: global indices.
-    """
+    """Return the 32-bit Philox key of a global batch row and head, made from the lower and upper 32 bits of the seed."""
     return philox4x32((head * 0, head * 0, head, batch), seed, multiply, word)[0]
 
 
@@ -109,11 +103,7 @@ def rescale(rate: float) -> float:
 
 
 def check_seed(seed: Any, first_batch: Any, first_head: Any) -> None:
-    """Raise ValueError if ``seed`` does not fit a signed 64-bit integer, or a first index is not in 0 .. 2^32 - 1.
-
-    ``first_batch``, ``first_head``: global indices of the first local batch row and of the first local head. Arrays are not
-    checked, only ints.
-    """
+    """Check that the seed fits int64 and that the global indices of the first row and head fit uint32; do not check arrays."""
     if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
         raise ValueError(f"dropout_seed must fit in 64 bits with a sign, got {seed}: take it modulo 2**63")
     for name, x in (("first batch row", first_batch), ("first head", first_head)):
@@ -127,13 +117,8 @@ def seed_words(seed: Any) -> tuple[Any, Any]:
 
 
 def keep_mask(seed: int, rate: float, batch: int, heads: int, q_pos: Any, k_pos: Any, offset: tuple[int, int] = (0, 0)) -> Any:
-    """Return the dropout mask as numpy bool [batch, heads, queries, keys]; True keeps a probability.
-
-    Every backend must compute the mask that this reference returns.
-
-    ``q_pos`` [queries] and ``k_pos`` [keys] are global positions; ``offset`` holds the global indices of the first batch row and
-    of the first head.
-    """
+    """Return the dropout mask that every backend must compute, bool [batch, heads, queries, keys]; True keeps a probability.
+    Positions are global; ``offset`` holds the global indices of the first batch row and of the first head."""
     import numpy as np
 
     wide = lambda x: np.asarray(x).astype(np.uint64) & np.uint64(WORD)

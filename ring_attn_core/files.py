@@ -43,11 +43,7 @@ def identity(place: str | Path | int) -> Identity:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Open a regular file for unbuffered reading. A FIFO without a writer does not block.
-
-    Raise ValueError, naming the path, if it is a folder, FIFO, socket or device, or if ``stat`` fails, for example because
-    symbolic links form a loop. Raise OSError, as ``open`` does, if the file is missing or not readable.
-    """
+    """Open a regular file for unbuffered reading; refuse folders, FIFOs (without blocking), sockets and devices."""
     check_regular(path)
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
     try:
@@ -90,11 +86,8 @@ class OpenFile(Protocol):
 
 
 def read_at(file: OpenFile, offset: int, count: int) -> bytes:
-    """Return ``count`` bytes from ``offset``, or fewer at the end of the file.
-
-    Threads and forked processes may share ``file``, because ``pread`` does not move the file offset. On Windows, which has no
-    ``pread``, they must not share it.
-    """
+    """Return ``count`` bytes from ``offset``, or fewer at the end of the file. Threads and forked processes may share ``file``,
+    because ``pread`` does not move its offset; on Windows, which lacks ``pread``, they must not."""
     parts = []
     while count > 0:
         if hasattr(os, "pread"):
@@ -110,10 +103,7 @@ def read_at(file: OpenFile, offset: int, count: int) -> bytes:
 
 
 def sample(file: OpenFile, samples: int = SAMPLES) -> str:
-    """Return 32 hex digits of the SHA-256 over a file's size and ``samples`` blocks of BLOCK bytes, spread evenly over the file.
-
-    A file of at most ``samples`` x BLOCK bytes is hashed whole.
-    """
+    """Return 32 hex digits of the SHA-256 over a file's size and evenly spread blocks, or over all bytes of a small file."""
     size = os.fstat(file.fileno()).st_size
     last = max(size - BLOCK, 0)
     apart = max(samples - 1, 1)
@@ -133,10 +123,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Return the object in a UTF-8 JSON file.
-
-    Raise ValueError, naming the file, if it is missing, not a regular file or not readable, or does not hold a JSON object.
-    """
+    """Return the object in a UTF-8 JSON file; each error names the file."""
     try:
         found = parse_json(read_bytes(path).decode("utf-8"))
     except FileNotFoundError as error:

@@ -32,11 +32,7 @@ ELSEWHERE = {
 
 
 def named_keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap ``function`` so that an unknown keyword raises a TypeError.
-
-    If the keyword is one of another library (ELSEWHERE), the message names the argument to pass instead. Otherwise it suggests a
-    keyword of ``function`` with a similar spelling, if there is one.
-    """
+    """Wrap ``function`` so that an unknown keyword raises a TypeError with its name here (ELSEWHERE) or a similar spelling."""
     known = list(inspect.signature(function).parameters)
 
     @wraps(function)

@@ -50,10 +50,7 @@ def slots(layout: object) -> int:
 
 
 def padded_local(layout: object, ranks: int, length: int) -> int:
-    """Return the smallest shard size, in tokens, such that ``ranks`` equal shards hold ``length`` tokens.
-
-    The size is a multiple of the layout's number of runs; the unused tokens are padding.
-    """
+    """Return the smallest shard size in tokens, a multiple of the layout's runs, that holds ``length`` over ``ranks``."""
     runs = slots(layout)
     check_ranks(ranks)
     check_length(length)
@@ -83,10 +80,7 @@ def check_length(length: object) -> None:
 
 
 class ShardLength(int):
-    """The global number of tokens of a shard, with the layout and the number of ranks that the shard was made for.
-
-    Lengths of shards are equal if all three are. So ``jax.jit`` traces a function anew for a shard of another ring.
-    """
+    """The global tokens, layout and ranks of a shard, compared together, so ``jax.jit`` traces anew for another ring."""
 
     layout: Any
     ranks: int
@@ -110,10 +104,7 @@ class ShardLength(int):
 
 
 def plain_length(length: Any, layout: Any, ranks: int) -> Any:
-    """Return ``length``, a ShardLength as an int. Raise ValueError if its shard was made for another layout or number of ranks.
-
-    On one rank all layouts are alike. A TracedLayout is not compared.
-    """
+    """Return ``length`` as an int, after a check that its shard was made for this layout and number of ranks."""
     if not isinstance(length, ShardLength):
         return length
     named_or_made = isinstance(layout, str) or hasattr(layout, "runs")
@@ -126,10 +117,7 @@ def plain_length(length: Any, layout: Any, ranks: int) -> Any:
 
 
 def check_rank(rank: object, ranks: int) -> None:
-    """Raise ValueError if ``ranks`` is invalid or ``rank`` is not an integer from 0 to ``ranks - 1``.
-
-    For a traced rank only the type is checked.
-    """
+    """Check that ``rank`` is an integer from 0 to ``ranks - 1``; of a traced rank check only the type."""
     check_ranks(ranks)
     if not is_integer(rank):
         raise ValueError(f"rank must be an int, 0 to {ranks - 1}, got {in_words(rank)}")
@@ -138,11 +126,7 @@ def check_rank(rank: object, ranks: int) -> None:
 
 
 def check_pad_value(pad_value: Any, bounds: tuple[int, int] | None) -> None:
-    """Raise ValueError if ``pad_value``, a Python or NumPy number, is not an integer within ``bounds``.
-
-    ``bounds``: the least and the greatest value of the array's dtype, if it is an integer or bool dtype; None for another dtype,
-    which takes any number. A ``pad_value`` that is an array of a framework is not checked.
-    """
+    """Check that ``pad_value`` is an integer within ``bounds`` (least and greatest of an integer dtype, or None); skip arrays."""
     value = as_number(pad_value)
     if bounds is None or not isinstance(value, int | float | complex):
         return
@@ -166,15 +150,7 @@ def named(layout: object) -> Layout:
 
 
 def gathered_length(shape: tuple[int, ...], layout: Any, ranks: int, length: object) -> int:
-    """Return the global number of tokens: ``length``, unless it is None.
-
-    If it is None, return the ``length`` of a balanced layout. For a layout given by name, return the sum of all shard sizes.
-
-    ``shape``: the shape of a shard, [batch, tokens, ...]. ``layout``: a name, a BalancedLayout or a TracedLayout.
-
-    Raise ValueError if ``shape`` has fewer than 2 dimensions, its number of tokens is not the shard size for this global number,
-    or another argument is invalid.
-    """
+    """Return the global number of tokens: ``length`` or, if None, that of the balanced layout or the sum of all shards."""
     length = plain_length(length, layout, ranks)
     if len(shape) < 2:
         raise ValueError(f"x must be this rank's shard [batch, tokens, ...], got shape {list(shape)}")
@@ -193,10 +169,7 @@ def gathered_length(shape: tuple[int, ...], layout: Any, ranks: int, length: obj
 
 
 def token_position(position: object, length: int) -> int:
-    """Return ``position`` as a nonnegative index; a negative one counts from the end, as in Python.
-
-    Raise ValueError if ``position`` is not an integer from ``-length`` to ``length - 1``.
-    """
+    """Return ``position`` as a nonnegative index; a negative one counts from the end, as in Python."""
     if not is_integer(position) or not -length <= position < length:  # type: ignore[operator]
         raise ValueError(
             f"position must be an int from {-length} to {length - 1}, or integers [batch], one for each row, got "

@@ -14,10 +14,7 @@ MOST_KNOWN = 1024
 
 
 def remembered(make: Callable[P, T]) -> Callable[P, T]:
-    """Cache the records that ``make`` returns, in an LRU cache of 4096 entries. The key is the arguments and their types.
-
-    If the cached call raises TypeError, e.g. for an unhashable argument, call ``make`` itself, so that its own checks raise.
-    """
+    """Cache the records that ``make`` returns by arguments and types; on TypeError, let its own checks raise."""
     known = lru_cache(maxsize=4096, typed=True)(make)
 
     @wraps(make)

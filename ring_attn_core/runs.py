@@ -83,10 +83,7 @@ class Band:
 
 
 def _pairs_up_to(lag: int, queries: int, keys: int) -> int:
-    """Return the number of pairs ``(i, j)``, ``i < queries`` and ``j < keys``, with ``i - j <= lag``.
-
-    Queries up to ``lag`` see all keys, and each later query sees one key fewer than the query before it.
-    """
+    """Return the number of pairs ``(i, j)``, ``i < queries`` and ``j < keys``, with ``i - j <= lag``."""
     whole = min(max(lag + 1, 0), queries)
     first = max(lag + 1, 0)
     last = min(queries, lag + keys)
@@ -96,13 +93,9 @@ def _pairs_up_to(lag: int, queries: int, keys: int) -> int:
 
 
 class Row(NamedTuple):
-    """The integers that a kernel reads for one (query run, key run) pair. Each field is an int or an array.
-
-    ``lo``, ``hi``: the band ``lo <= i - j <= hi`` of local indices, clamped by :func:`row`; if ``lo > hi``, nothing is visible.
-    ``q_base``, ``q_len``, ``q_start``: the query run's offset in its shard, number of tokens without padding, and first position.
-    ``k_base``, ``k_len``, ``k_start``: these three numbers of the key run. ``stride``: distance between consecutive positions of
-    both runs. ``shard``: index of the shard within the k/v array; 0 if the array holds one shard.
-    """
+    """The integers, or arrays of them, that a kernel reads for one (query run, key run) pair. ``lo``, ``hi``: the band ``lo <= i
+    - j <= hi`` of local indices, empty if ``lo > hi``. A run has its offset ``base`` in the shard, tokens ``len`` without
+    padding, and first position ``start``. ``stride``: of both runs. ``shard``: index of the shard in k/v."""
 
     lo: Any
     hi: Any
@@ -117,11 +110,8 @@ class Row(NamedTuple):
 
 
 def row(q_run: Any, k_run: Any, band: Band, q_slot: int, k_slot: int, shard: int = 0) -> Row:
-    """Return the :class:`Row` of a query run and a key run, each a tuple ``(base, length, start, stride)``.
-
-    ``q_slot``, ``k_slot``: lengths of the two runs, padding included. The band is clamped to ``-k_slot .. q_slot``. The numbers
-    of a run may be Python ints or arrays that broadcast (numpy, jnp, torch). In JAX they may depend on a traced rank.
-    """
+    """Return the :class:`Row` of two runs ``(base, length, start, stride)``, of ints or arrays that broadcast, traced in JAX. The
+    band is clamped to ``-k_slot .. q_slot``, the lengths of the runs with padding."""
     q_base, q_len, q_start, stride = q_run
     k_base, k_len, k_start, _ = k_run
     d = q_start - k_start
@@ -138,8 +128,6 @@ def clamp(x: Any, low: int, high: int) -> Any:
 
 
 def only_where(condition: Any, x: Any) -> Any:
-    """Return ``x`` where ``condition`` is true, else 0, for ints and arrays.
-
-    A bool array of NumPy or JAX is cast to ``x.dtype`` first, because JAX's strict promotion refuses bool times integer.
-    """
+    """Return ``x`` where ``condition`` is true, else 0. A bool array of NumPy or JAX is cast to ``x.dtype`` first, because JAX's
+    strict promotion refuses bool times integer."""
     return x * (condition.astype(x.dtype) if hasattr(condition, "astype") and hasattr(x, "dtype") else condition)

@@ -33,12 +33,8 @@ LEAST = 2.0**-126
 
 
 class SamplingParameters(NamedTuple):
-    """Sampling parameters, clamped to float32 and int32, and the seed as two words of 32 bits.
-
-    ``temperature``, ``top_k`` and ``top_p`` are each None, a number, or a list with a number for each request. A ``temperature``
-    of None means greedy decoding; a ``top_k`` or ``top_p`` of None excludes no token. In a list, a ``temperature`` of 0 means
-    greedy decoding, and a ``top_k`` of ``ALL_TOKENS`` or a ``top_p`` of ``ALL`` excludes no token.
-    """
+    """Sampling parameters in float32 and int32, each None, a number or a list with one for each request, and the seed in two
+    words. A ``temperature`` of None or 0 means greedy decoding; None, ``ALL_TOKENS`` and ``ALL`` exclude no token."""
 
     temperature: Any
     top_k: Any
@@ -54,13 +50,8 @@ PER_REQUEST = "temperature", "top_k", "top_p"
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling options of a user: temperature, top-k, top-p and the seed.
-
-    ``temperature`` 0 takes the most probable token. ``top_k`` and ``top_p`` restrict the draw to the most probable tokens; None
-    allows all tokens. Each of the three may be a list or a 1-D array with a value for each request; it is stored as a tuple.
-    Raise ValueError if a value is not a number or is out of range, or if ``top_k`` or ``top_p`` has no effect because the
-    temperature is 0.
-    """
+    """Sampling options of a user; each but the seed is one value, or one for each request, stored as a tuple. ``temperature`` 0
+    takes the most probable token. ``top_k`` and ``top_p`` restrict the draw to the most probable; None allows all."""
 
     temperature: Any = 0.0
     top_k: Any = None
@@ -85,11 +76,7 @@ class Sampling:
             raise ValueError(f"seed must be an int that fits in 64 bits with a sign, got {in_words(self.seed)}")
 
     def _check_effects(self) -> None:
-        """Raise ValueError if ``top_k`` or ``top_p`` has no effect because the temperature is 0 (greedy decoding).
-
-        A value in a list has no effect if the temperature of its request is 0. A single number has no effect if every temperature
-        is 0.
-        """
+        """Check that ``top_k`` and ``top_p`` have an effect: the temperature of their request is above 0."""
         counts = {len(x) for name in PER_REQUEST if isinstance(x := getattr(self, name), tuple)}
         for i in range(*counts) if len(counts) == 1 else range(not counts):
             temperature, k, p = (x[i] if isinstance(x, tuple) else x for x in (self.temperature, self.top_k, self.top_p))
@@ -144,11 +131,7 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def check_drawn(logits: Any, sampling: Sampling, requests: Any, positions: Any) -> None:
-    """Raise ValueError if ``logits`` are not floats [batch, vocab], or ``requests`` or ``positions`` not integers [batch].
-
-    ``requests`` may be None. ``positions`` may be None if no temperature is above 0. Raise ValueError also if a list in
-    ``sampling`` does not have one value for each row.
-    """
+    """Check floats [batch, vocab], integers [batch] (or None where allowed), and the lists in ``sampling``."""
     shape, dtype = tuple(getattr(logits, "shape", ())), str(getattr(logits, "dtype", type(logits).__name__))
     if len(shape) != 2 or not shape[1] or "float" not in dtype:
         raise ValueError(
@@ -173,12 +156,8 @@ def number_words(numbers: Any) -> Any:
 
 
 def words(seed: tuple[Any, Any], request: Any, position: Any, token: Any, philox: tuple[Multiply, Any]) -> Any:
-    """Return 32 random bits, as an integer, for each (request, position, token) triple.
-
-    ``seed``: the lower and upper 32 bits of the seed. ``request``, ``position``, ``token``: integers below 2^32 that broadcast.
-    ``philox``: the arguments ``multiply`` and ``word`` of ``philox4x32``. Each (request, position) pair has a Philox key of 32
-    bits. The probability that two of n pairs share a key is about n^2 / 2^33.
-    """
+    """Return 32 random bits, as an integer, for each (request, position, token) of integers below 2^32 that broadcast. A
+    (request, position) pair has a Philox key of 32 bits; two of n pairs share one with a probability of about n^2 / 2^33."""
     nothing = request * 0
     key = philox4x32((nothing, nothing + philox[1](DOMAIN), position, request), seed, *philox)[0]
     return philox2x32((token, token * 0), key, *philox)[0]

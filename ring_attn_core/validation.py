@@ -39,10 +39,7 @@ def as_number(x: Any) -> Any:
 
 
 def hold_numbers(record: Any, names: Iterable[str]) -> None:
-    """Replace NumPy scalars in the named fields of a frozen record by Python numbers, in place.
-
-    Records with equal numbers then compare and hash alike.
-    """
+    """Replace NumPy scalars in a frozen record by Python numbers, in place, so that equal records compare and hash alike."""
     for name in names:
         value = getattr(record, name)
         if value is None or isinstance(value, int | str):  # before type(), which torch.compile does not trace for every int
@@ -87,10 +84,7 @@ def counts_of(name: str, values: Any) -> tuple[int, ...]:
 
 
 def check_mixin_first(kind: type, mixin: type, is_base: Callable[[type], bool]) -> None:
-    """Raise ValueError if a class that ``mixin`` extends precedes ``mixin`` in the method resolution order of ``kind``.
-
-    Otherwise methods of that class would run in place of the mixin's. ``is_base(x)``: whether ``mixin`` extends class ``x``.
-    """
+    """Check that no class that ``mixin`` extends precedes it in ``kind``: its methods would run in place of the mixin's."""
     order = kind.__mro__
     first = next((each for each in order[: order.index(mixin)] if is_base(each)), None)
     if first is not None:
@@ -103,9 +97,6 @@ def check_mixin_first(kind: type, mixin: type, is_base: Callable[[type], bool]) 
 
 
 def missing_package(needing: str, package: str, extra: str | None = None) -> ModuleNotFoundError:
-    """Return the error to raise when ``needing``, a function or module, needs a package that is not installed.
-
-    ``extra``: the extra of ring-attn that installs the package; default: the name of the package.
-    """
+    """Return the error for a missing package; ``extra``: the extra of ring-attn that installs it, by default its name."""
     message = f"{needing} needs {package}: run pip install 'ring-attn[{extra or package}]'"
     return ModuleNotFoundError(message, name=package)
