@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring_attn_core.kernels.call import BEYOND
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
 from ring_attn_core.problem.checks import FARTHEST, check_pairs, check_runs, check_v_dim, rate_of
@@ -128,7 +127,7 @@ def _attention(inputs: OpInputs, rows: jax.Array, compiled: CompiledCall) -> Sta
         state = compiled.backend.attend(q, compiled.keys(k, v, arrays), rows, compiled.scored(arrays), None, last=False)
         if arrays.extents is None:
             return state
-        return state.nan_at(impossible(arrays.extents, positions_of(rows[:, 0, 2:5], q.shape[1]), BEYOND))
+        return state.nan_at(impossible(arrays.extents, positions_of(rows[:, 0, 2:5], q.shape[1])))
 
     return on_auto_axes(forward, sharded_state(inputs))(inputs, rows)
 

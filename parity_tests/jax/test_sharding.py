@@ -193,7 +193,7 @@ def test_impossible_extents_are_nan_under_jit_at_their_query_alone_and_padding_s
     q, given = jnp.ones((1, 8, 1, 4)), [[0, 7], [-1, 7], [3, 2], [0, 8], [0, 0], [0, 7], [1, 7], [-1, 9]]
     call = partial(sharded_ring_attention, mesh=mesh_of(2), layout="contiguous", mask=full(), length=7)
     out = jax.jit(lambda q, extents: call(q, q, q, extents=extents))(q, jnp.array([given]))
-    np.testing.assert_array_equal(out[0, :, 0, 0], [1, np.nan, np.nan, np.nan, 0, 1, 1, 0])
+    np.testing.assert_array_equal(out[0, :, 0, 0], [1, np.nan, np.nan, 1, 0, 1, 1, 0])
 
 
 def test_integers_that_jax_would_wrap_are_refused():

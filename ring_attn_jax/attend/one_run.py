@@ -60,10 +60,10 @@ def positions_of(runs: jax.Array, tokens: int) -> jax.Array:
     return jnp.where(held.any(1), jnp.where(held, start + offset, 0).sum(1, dtype=jnp.int32), jnp.int32(BEYOND))
 
 
-def impossible(extents: jax.Array, at: jax.Array, kv_length: int) -> jax.Array:
-    """Return bool [b s], True unless ``0 <= first <= end <= kv_length`` or the query is padding. ``at``: its position [s]."""
+def impossible(extents: jax.Array, at: jax.Array) -> jax.Array:
+    """Return bool [b s], True unless ``0 <= first <= end`` or the query is padding. ``at``: the queries' positions [s]."""
     first, end = jnp.unstack(clipped(extents), axis=-1)
-    return (at < BEYOND) & ((extents < 0).any(-1) | (end < first) | (end > min(kv_length, BEYOND)))
+    return (at < BEYOND) & ((extents < 0).any(-1) | (end < first))
 
 
 def limits(at: jax.Array, band: Band) -> tuple[jax.Array, jax.Array]:

@@ -77,7 +77,7 @@ def round_the_ring(inputs: OpInputs, compiled: CompiledCall, axis_name: str, tot
         if arrays.extents is None:
             return total
         at = positions_of(rows(ring._replace(plan=compiled.plan), 0)[:, 0, 2:5], q.shape[1])
-        total = total.nan_at(impossible(arrays.extents, at, compiled.plan.kv_length))
+        total = total.nan_at(impossible(arrays.extents, at))
         return total.nan_at(unavailable(arrays.extents, ring))
 
     return on_auto_axes(forward, sharded_state(inputs))(inputs, total)

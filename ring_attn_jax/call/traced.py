@@ -87,7 +87,7 @@ def traced(options: Options, layout: TracedLayout, arrays: Arrays, shape: tuple[
     held = arrays.extents
     if held is None:
         held = jnp.broadcast_to(jnp.array([0, layout.length], jnp.int32), (*shape[:2], 2))
-    wrong = impossible(held, at, layout.length)[..., None]
+    wrong = impossible(held, at)[..., None]
     extents = jnp.where(wrong, jnp.array([-1, layout.length], jnp.int32), jnp.clip(clipped(held), least, most))
     plain = replace(options, layout="contiguous", mask=full(), length=None, kv_length=None)
     return plain, arrays._replace(extents=extents, positions=table.reshape(-1))
