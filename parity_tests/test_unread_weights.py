@@ -70,7 +70,7 @@ def test_a_weight_that_nothing_reads_is_refused_by_name(name, tmp_path):
 
 def test_a_model_with_weights_that_its_config_does_not_name_is_refused(tmp_path):
     ours, theirs = ring_attn_jax.RingTransformer(**TRANSFORMER, rngs=nnx.Rngs(0)), ring_attn_torch.RingTransformer(**TRANSFORMER)
-    ours.more, theirs.more = nnx.Param(jnp.ones(2)), torch.nn.Parameter(torch.ones(2))
+    ours.more, theirs.more = nnx.Param(jnp.ones(2)), torch.nn.Parameter(torch.ones(2))  # pyright: ignore[reportAttributeAccessIssue]
     for package, model in ((ring_attn_jax, ours), (ring_attn_torch, theirs)):
         for save in (package.save_weights, package.save_llama):
             with pytest.raises(ValueError, match="more is unexpected"):

@@ -76,7 +76,7 @@ def test_the_kernels_of_a_training_step_do_not_grow_with_lengths_batches_and_hea
         q, k = ((draw.randrange(1, 5), tokens, heads, 128) for heads in (kv_heads * group, kv_heads))
         k = (q[0], *k[1:])
         options = Options(length=ranks * tokens - (ranks > 1) * draw.randrange(2))
-        problem = Problem(q, k, k, ("bfloat16",) * 3, "cuda", ranks, options, capability=90)
+        problem = Problem(q, k, k, ("bfloat16", "bfloat16", "bfloat16"), "cuda", ranks, options, capability=90)
         call = call_of(problem, "hopper")
         needed = {x.specialization(90) for make in (steps.of_forward, steps.of_backward) for x in make(call, ranks)}
         ahead = {launch.specialization(90) for launch in backends.launches(problem)}

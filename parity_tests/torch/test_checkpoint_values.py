@@ -23,7 +23,7 @@ def alike(inner: str) -> nn.Module:
         model._modules["a.b"] = nn.Linear(2, 2)
     else:
         model.a._modules[inner] = nn.Module()
-        model.a._modules[inner].b = nn.Linear(2, 2)
+        model.a._modules[inner].b = nn.Linear(2, 2)  # pyright: ignore[reportOptionalMemberAccess]
     return model
 
 

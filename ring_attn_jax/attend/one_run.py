@@ -54,7 +54,7 @@ def _local(positions: jax.Array, intervals: jax.Array) -> jax.Array:
 
 def positions_of(runs: jax.Array, tokens: int) -> jax.Array:
     """Return each token's position, int32 [tokens], ``BEYOND`` at padding. ``runs`` int32 [runs, 3]: (base, length, start)."""
-    base, length, start = runs.T
+    base, length, start = runs.T[:, None]  # [1 runs] each
     offset = jnp.arange(tokens, dtype=jnp.int32)[:, None] - base
     held = (offset >= 0) & (offset < length)
     return jnp.where(held.any(1), jnp.where(held, start + offset, 0).sum(1, dtype=jnp.int32), jnp.int32(BEYOND))
@@ -63,7 +63,7 @@ def positions_of(runs: jax.Array, tokens: int) -> jax.Array:
 def impossible(extents: jax.Array, at: jax.Array) -> jax.Array:
     """Return bool [b s], True unless ``0 <= first <= end`` or the query is padding. ``at``: the queries' positions [s]."""
     first, end = jnp.unstack(clipped(extents), axis=-1)
-    return (at < BEYOND) & ((extents < 0).any(-1) | (end < first))
+    return (at[None] < BEYOND) & ((extents < 0).any(-1) | (end < first))
 
 
 def limits(at: jax.Array, band: Band) -> tuple[jax.Array, jax.Array]:

@@ -187,7 +187,8 @@ class CachedCall(RunningCall):
         assert kv is not None
         step, layer = self.step, int(module.layer_idx)  # type: ignore[arg-type]
         if step.layout is not None:
-            return prefill(q, k, v, kv, layer, step, window=window, strategy=ring.strategy, backend=ring.backend, **score)[0]
+            where: Any = {"strategy": ring.strategy, "backend": ring.backend}
+            return prefill(q, k, v, kv, layer, step, window=window, **where, **score)[0]
         kv.append(layer, k, v, step)
         backend = ring.backend if ring.backend in ("blockwise", "triton") else "auto"
         part: dict[str, Any] = {"backend": backend, **kv.part(layer, step)._asdict()}
