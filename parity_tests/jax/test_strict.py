@@ -85,7 +85,7 @@ def test_sharded_ring_attention_with_every_feature():
     q, k, v = (jnp.asarray(rng.standard_normal((2, 8, heads, 4)), jnp.float32) for heads in (4, 2, 2))
     mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "tensor"), axis_types=(AxisType.Auto,) * 3)
     arrays = {
-        "extents": document_extents(jnp.asarray([[0, 0, 0, 1, 1, 1, 2, -1]] * 2)),
+        "extents": to_layout(document_extents(jnp.asarray([[0, 0, 0, 1, 1, 1, 2, -1]] * 2)), "striped", 2),
         "key_mask": jnp.asarray(rng.random((2, 8)) < 0.9),
         "alibi_slopes": jnp.asarray([0.1, 0.2, 0.3, 0.4]),
     }
