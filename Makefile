@@ -44,7 +44,7 @@ demo: $(STAMP) ## the demo, in this terminal (ARGS=--quick for a short one)
 test: $(STAMP) ## the tests, some 16 minutes on 2 cores, fewer the second time
 	@$(BIN)/python -m pytest parity_tests -m "not exhaustive" -n $(WORKERS) --dist loadfile $(ARGS)
 
-test-all: $(STAMP) ## every test, those of many or long cases too, some 30 minutes (ARGS=--full for the whole grid)
+test-all: $(STAMP) ## every test, those of many or long cases too, an hour (ARGS=--full for the whole grid)
 	@$(BIN)/python -m pytest parity_tests -n $(WORKERS) --dist loadfile $(ARGS)
 
 fuzz: $(STAMP) ## 2,000 random problems a framework, and the tests of many draws (ARGS="jax --problems 500 --seed 1" for the first)

@@ -37,6 +37,7 @@ def test_each_feature_and_strategy_is_exact(case):
     check(case, run_once(case))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", first([JOINED_CASES[i] for i in (0, 3, 1, 2)], most=2), ids=str)
 def test_joined_shards_are_exact(case):
     check(case, run_once(case))

@@ -62,6 +62,7 @@ def test_sharded_weights_generate_the_tokens_of_replicated_ones_to_the_bit(name,
         jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.exhaustive
 def test_a_rank_holds_its_shards_and_one_layer():
     model = sharded(RingTransformer(64, 64, 3, 2, mesh=mesh_of(1, 2), rngs=nnx.Rngs(0)))
     size = lambda module: sum(x.nbytes for x in jax.tree.leaves(nnx.state(module)))

@@ -63,7 +63,7 @@ def test_any_two_features_together_are_exact_under_every_strategy(case):
     check(case, run_once(case))
 
 
-@pytest.mark.parametrize("case", first([*ONE_EACH, *OTHERS], 2, 5), ids=str)
+@pytest.mark.parametrize("case", first([*ONE_EACH, *OTHERS], 1, 5), ids=str)
 def test_every_feature_at_once_is_exact_and_hides_nan(case):
     clean = run(case)
     check(case, clean)
@@ -127,7 +127,7 @@ def test_ten_runs_give_the_same_bits(strategy):
         check_same(again, results[0])
 
 
-@pytest.mark.parametrize("strategy", ["ring", *STRATEGIES.values()], ids=["ring", *STRATEGIES])
+@pytest.mark.parametrize("strategy", first(["ring", *STRATEGIES.values()]), ids=["ring", *STRATEGIES])
 @pytest.mark.parametrize("delays", first([2, 100], 1, 1, "campaign"))
 def test_ranks_that_are_late_at_random_give_the_same_bits(strategy, delays):
     case = Case(strategy=strategy, kv_heads=1, sinks=True)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from ring_attn_jax import SummaryAttention, from_numpy, ring_attention, sharded_summary_attention, summary_attention, to_numpy
 
 from ..support.models import LENGTH, layer_data
+from ..support.selection import first
 from ..support.summaries import (
     CASES,
     EXACT,
@@ -32,8 +33,7 @@ from .ring import QUICK, SEQ, mesh_of
 REPLICATED = PartitionSpec()
 QUICKLY = QUICK if jax.default_backend() == "cpu" else None
 RINGS = [CASES[i] for i in (3, 0, 5, 1, 2)]
-"""Rings of 3, 4, 8, 1 and 2 ranks; make test has the first two."""
-FIRST = [*RINGS[:2], *(pytest.param(case, marks=pytest.mark.exhaustive) for case in RINGS[2:])]
+"""Rings of 3, 4, 8, 1 and 2 ranks; make test has the first."""
 
 
 @lru_cache(maxsize=64)
@@ -59,7 +59,7 @@ def program(case: SummaryCase):
     return jax.jit(results, compiler_options=QUICKLY)
 
 
-@pytest.mark.parametrize("case", FIRST, ids=str)
+@pytest.mark.parametrize("case", first(RINGS), ids=str)
 def test_out_lse_and_all_gradients_are_as_near_to_float64_as_one_devices(case):
     case.check(run(case))
 
@@ -94,6 +94,7 @@ def test_later_tokens_change_nothing_on_any_rank(case):
         assert (before[:, token : case.length] != after[:, token : case.length]).any()
 
 
+@pytest.mark.exhaustive
 def test_inside_a_shard_map_that_checks_nothing_the_pools_gradient_is_a_ranks_part():
     case = SummaryCase()
     arrays = {name: jnp.asarray(x) for name, x in case.padded().items()}
@@ -111,6 +112,7 @@ def test_inside_a_shard_map_that_checks_nothing_the_pools_gradient_is_a_ranks_pa
     assert np.linalg.norm(got - expected) / np.linalg.norm(expected) <= case.allowed("dpool")
 
 
+@pytest.mark.exhaustive
 def test_batch_and_heads_may_be_sharded_too():
     case = SummaryCase(2, block=5)
     mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)

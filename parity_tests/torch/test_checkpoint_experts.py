@@ -62,6 +62,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.exhaustive
 def test_experts_without_a_gradient_are_saved_killed_and_resumed_to_the_bit(tmp_path):
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)

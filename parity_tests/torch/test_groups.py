@@ -41,6 +41,7 @@ print(f"rank {x.grad.sum().item() > 0} {threads}\\n", end="")
 """
 
 
+@pytest.mark.exhaustive
 def test_nothing_keeps_the_group_alive_after_it_was_destroyed():
     """A thread of gloo that outlives it can abort Python's exit: see ring/groups.py. Fresh, for the order of imports."""
     done = subprocess.run([sys.executable, "-c", DESTROYS], capture_output=True, text=True, timeout=600)

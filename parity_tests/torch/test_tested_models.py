@@ -23,6 +23,7 @@ CLASSES = {
 }
 
 
+@pytest.mark.exhaustive
 def test_a_class_is_exact_or_refused_by_name_and_both_files_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(models, "classes", lambda: list(CLASSES))
     made, table = tmp_path / "models.json", tmp_path / "models.md"
