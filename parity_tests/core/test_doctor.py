@@ -158,7 +158,9 @@ def test_what_the_kernels_cannot_do_falls_to_blockwise(
 def test_every_gpu_of_a_kind_is_counted(pretend: Pretend):
     pretend("torch", 90)
     (found,) = findings(typical("bfloat16", 128), "torch")
-    assert found.words == (f"{GPUS} x a GPU, compute capability 9.0",)
+    gpus, kernels = found.words
+    assert gpus == f"{GPUS} x a GPU, compute capability 9.0"
+    assert "of the 7 kernels of this problem are compiled" in kernels
 
 
 def test_choices_follow_the_order_of_auto():
