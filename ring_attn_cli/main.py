@@ -112,7 +112,7 @@ def plan(
     machine: Annotated[
         str | None,
         typer.Option(
-            help="Predict the time of each strategy on H200, H100, or the machine in a file of doctor --measure.",
+            help="Predict the time of each strategy on these GPUs: H200 or H100.",
             show_default="H200",
         ),
     ] = None,

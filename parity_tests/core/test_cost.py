@@ -1,22 +1,16 @@
-"""The cost model: its counts against brute force, its schedules by hand, its records, and its errors at the measured points."""
+"""The cost model of ``ring-attn plan --gpus``: its counts by brute force, its schedules by hand, and its measured errors."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.simulate.points import IN_A_ROW, points, undescribed
+from ring_attn_cli.plan.cost import SCHEDULES, memory, seconds
+from ring_attn_cli.plan.gpus import H200
+from ring_attn_cli.plan.load import Load
 from ring_attn_core import LAYOUTS, Band, RingPlan, causal, full, sliding_window
-from ring_attn_core.plan.balanced import balanced_layout
-from ring_attn_core.plan.cost import SCHEDULES, memory, seconds
-from ring_attn_core.plan.load import Load
-from ring_attn_core.plan.machine import H100, H200, OPTIONAL, Machine, built_in, slowest
-from ring_attn_core.plan.needed import NeededPlan
-from ring_attn_core.problem.auto import choose
-from ring_attn_core.problem.strategies import PEERS
 
 from .test_plan import MASKS, plans, visible
 
@@ -39,14 +33,18 @@ PLAIN = replace(
     host_backward=0.0,
     host_send=0.0,
     host_copy=0.0,
+    host_push_forward=0.0,
+    host_push_backward=0.0,
     copies=1e30,
+    peer=1.0,
+    peer_latency=0.0,
 )
 """A machine on which an operation and a byte take a second, and all else takes nothing."""
 
 
-def load(ranks: int = 4, tokens: int = 2, host_ranks: int = 8, mask: Band = full(), **sizes: Any) -> Load:
-    """Return contiguous shards of one head of 128, whose item is 2 bytes: 512 bytes of keys a token, 512 operations a pair."""
-    return Load(RingPlan("contiguous", mask, ranks, tokens), 1, 1, 1, 128, 128, 2, host_ranks, **sizes)
+def load(ranks: int = 4, tokens: int = 2, host_ranks: int = 8, mask: Band = full()) -> Load:
+    """Return contiguous shards of one head of 128: 512 bytes of keys a token, 512 operations a pair."""
+    return Load(RingPlan("contiguous", mask, ranks, tokens), 1, 1, 128, host_ranks)
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
@@ -54,7 +52,7 @@ def load(ranks: int = 4, tokens: int = 2, host_ranks: int = 8, mask: Band = full
 def test_the_queries_of_a_step_are_those_that_see_a_key(layout, mask):
     for plan in plans(layout, mask, 3):
         seen = visible(plan)
-        call = Load(plan, 1, 1, 1, 8, 8, 4, 3)
+        call = Load(plan, 1, 1, 8, 3)
         for rank in range(3):
             mine = [p for p in plan.positions(rank) if p < plan.length]
             for shift in range(3):
@@ -75,27 +73,21 @@ def test_a_ring_hides_transfers_behind_compute_and_waits_for_the_rest():
 
 def test_kernels_take_longer_beside_a_transfer_of_nccl_and_not_beside_a_copy_engine():
     work, hop = 2 * 2 * 512, 2 * 512
-    crowded = replace(PLAIN, contention=0.5, peer=1.0)
+    crowded = replace(PLAIN, contention=0.5)
     assert seconds("ring", load(), crowded).forward == 4 * work + 3 * 0.5 * hop
     assert seconds("push", load(), crowded).forward == 4 * work
     short = replace(crowded, links=((2, 0.25),))  # a hop takes twice as long as a step: the overlap is the step
     assert seconds("ring", load(2), short).forward == 1.5 * work + (4 * hop - 1.5 * work) + work
 
 
-@pytest.mark.parametrize("name", PEERS)
-def test_a_copy_engine_brings_keys_early_and_takes_gradients_to_their_owner_meanwhile(name):
+def test_a_copy_engine_brings_keys_early_and_takes_gradients_to_their_owner_meanwhile():
     work, shard = 2 * 2 * 512, 2 * 512
-    fast, slow = replace(PLAIN, peer=1.0), replace(PLAIN, peer=1 / 8)
-    assert seconds(name, load(), fast).forward == 4 * work
-    assert seconds(name, load(), slow).forward == 3 * 8 * shard + work
-    assert seconds(name, load(), fast).backward == 2.5 * 4 * work + 2 * shard  # the last gradients' way home
-    busy = replace(fast, **{f"host_{name}_forward": 4.0 * work, f"host_{name}_backward": 5.0 * work})
-    assert seconds(name, load(2), busy).forward == 2 * 4 * work + work
-    assert seconds(name, load(2), busy).backward == 2 * 5 * work + 2.5 * work + 2 * shard
-
-
-def test_a_copy_engine_that_was_not_measured_never_ends():
-    assert seconds("pull", load(), PLAIN).forward == seconds("push", load(), PLAIN).backward == float("inf")
+    assert seconds("push", load(), PLAIN).forward == 4 * work
+    assert seconds("push", load(), replace(PLAIN, peer=1 / 8)).forward == 3 * 8 * shard + work
+    assert seconds("push", load(), PLAIN).backward == 2.5 * 4 * work + 2 * shard  # the last gradients' way home
+    busy = replace(PLAIN, host_push_forward=4.0 * work, host_push_backward=5.0 * work)
+    assert seconds("push", load(2), busy).forward == 2 * 4 * work + work
+    assert seconds("push", load(2), busy).backward == 2 * 5 * work + 2.5 * work + 2 * shard
 
 
 def test_what_crosses_between_hosts_takes_the_network():
@@ -132,26 +124,17 @@ def test_a_step_takes_the_host_its_time_even_if_the_gpu_is_idle():
 def test_memory_of_a_gather_grows_with_the_ranks_and_that_of_a_ring_does_not():
     few, many = load(ranks=4), load(ranks=16)
     assert memory("gather", many) == 4 * memory("gather", few)
-    for name in ("ring", "direct", "two_way", "push", "pull"):
+    for name in ("ring", "direct", "two_way", "push"):
         assert memory("ring", few) <= memory(name, few)
         assert memory(name, few) == memory(name, many)
 
 
-def test_memory_of_direct_in_a_balanced_layout_is_that_of_a_ring_plus_that_of_received_keys():
-    for documents, share in ((32, 32), 0), ((64,), 1):
-        needed = NeededPlan(balanced_layout(documents, 2), causal(), 2, 32, by_documents=True)
-        of = replace(load(), plan=needed, needed=needed)
-        assert needed.busiest() == share * 32
-        assert memory("direct", of) - memory("ring", of) == share * of.kv * (of.item + 3 * of.wide)
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_strategy_is_predicted_faster_than_its_work_alone(name):
-    machine = replace(H200, peer=H100.peer)
     for mask in (causal(), full(), sliding_window(4096)):
         for ranks, group in ((2, 2), (8, 4)):
-            call = Load(RingPlan("zigzag", mask, ranks, 8192), 1, 32, 8, 128, 128, 2, 4)
-            assert call.ideal(machine).both < seconds(name, call, machine, group).both < float("inf")
+            call = Load(RingPlan("zigzag", mask, ranks, 8192), 32, 8, 128, 4)
+            assert call.ideal(H200).both < seconds(name, call, H200, group).both < float("inf")
 
 
 @pytest.mark.parametrize("point", [p for p in POINTS if not undescribed(p)], ids=str)
@@ -166,75 +149,3 @@ def test_kernels_on_joined_shards_are_as_slow_as_predicted():
     assert len(of_gathers) == 3
     for point in of_gathers:
         assert max(map(abs, point.errors())) < 0.05, point
-
-
-@pytest.mark.parametrize("call", sorted({(p.machine.name, p.framework, p.call) for p in POINTS}), ids="-".join)
-def test_auto_takes_nothing_slower_than_the_ring_and_at_most_five_percent_slower_than_the_fastest(call):
-    of_call = [p for p in POINTS if (p.machine.name, p.framework, p.call) == call]
-    here, one = {p.strategy: p.measured.both for p in of_call}, of_call[0]
-    of_a_user = replace(one.load, share=1.0)  # documents are not known
-    taken = choose(of_a_user, one.machine, "auto", "cuda")
-    assert str(taken.strategy) in taken.why
-    if str(taken.strategy) not in here:  # four GPUs were measured with four of the strategies
-        pytest.skip(f"{taken.strategy} was not measured")
-    assert here[str(taken.strategy)] <= here["ring"]
-    assert here[str(taken.strategy)] < 1.05 * min(here.values())
-
-
-def test_a_record_is_read_back_from_its_json():
-    assert Machine.from_json(H200.to_json()) == H200
-
-
-def test_a_record_from_before_copy_engines_were_measured_is_read_without_them():
-    old = {name: value for name, value in asdict(H100).items() if name not in OPTIONAL}
-    found = Machine.from_json(json.dumps({"version": 1, **old}))
-    assert {name: getattr(found, name) for name in old} == {name: getattr(H100, name) for name in old}
-    assert OPTIONAL and all(getattr(found, name) == 0 for name in OPTIONAL)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"version": 2}, "not a record of version 1, but of 2"),
-        ({"latency": None}, "latency must be a finite number"),
-        ({"latency": "1"}, "latency must be a finite number"),
-        ({"forward_rate": 0}, "forward_rate must be a finite number above 0"),
-        ({"memory": float("inf")}, "memory must be a finite number above 0"),
-        ({"links": []}, "links must be pairs"),
-        ({"links": [[2, -1.0]]}, "links must be a finite number above 0"),
-        ({"links": [[2, "fast"]]}, "links must be a finite number above 0"),
-        ({"links": 3}, "links must be a list of pairs"),
-        ({"name": ""}, "name must be the name of the hardware"),
-        ({"peer": -1.0}, "peer must be a finite number of at least 0"),
-        ({"contention": "1"}, "contention must be a finite number"),
-        ({"noise": -0.1}, "noise must be a finite number of at least 0"),
-        ({"forward_step": -1e-9}, "forward_step must be a finite number of at least 0"),
-        ({"backward_rate": 1e15}, "backward_rate must be at most 990 TFLOP/s, the peak of NVIDIA H200 in bfloat16, got 1000"),
-        ({"speed": 1}, "it lacks, or has besides the fields of a record: speed"),
-    ],
-)
-def test_a_damaged_record_is_refused_in_words(change, words):
-    text = json.dumps({"version": 1, **asdict(H200)} | change)
-    with pytest.raises(ValueError, match=words):
-        Machine.from_json(text)
-
-
-def test_a_record_that_no_parser_can_read_is_refused_in_words():
-    with pytest.raises(ValueError, match="nested too deeply"):
-        Machine.from_json("[" * 100_000)
-
-
-def test_the_slowest_of_machines_does_not_depend_on_their_order():
-    other = replace(H100, latency=1.0, links=((4, 1.0),))
-    both = slowest([H200, other])
-    assert both == slowest([other, H200])
-    assert (both.latency, both.memory, both.links) == (1.0, 80e9, ((2, 1.0), (4, 1.0), (8, 1.0)))
-    assert slowest([H200, H200]) == H200
-    assert slowest([replace(H200, noise=0.3), H200]).noise == 0.3
-    assert slowest([H200, H100]).peer == 0  # one of them has no copies between GPUs
-
-
-def test_hardware_without_measurements_has_no_record():
-    assert built_in("NVIDIA H200") == H200
-    assert built_in("NVIDIA H100 80GB HBM3") == H100
-    assert built_in("NVIDIA H100 PCIe") is built_in("NVIDIA A100-SXM4-80GB") is built_in("cpu") is None

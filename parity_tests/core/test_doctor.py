@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("typer")
 from typer.testing import CliRunner
 
-from ring_attn_cli.doctor import BackendFitness, choices, findings, measure, typical, versions
+from ring_attn_cli.doctor import BackendFitness, choices, findings, typical, versions
 from ring_attn_cli.main import app
 from ring_attn_core.kernels import backends
 from ring_attn_core.kernels.backends import BACKENDS
@@ -198,12 +197,13 @@ def test_a_framework_that_does_not_start_is_one_line(framework: str, monkeypatch
         (("--head-dim", "0"), "head_dim must be at least 1, got 0"),
         (("--v-dim", "-1"), "v_dim must be at least 1, got -1"),
         (("--framework", "numpy"), "unknown framework 'numpy': choose one of both, torch, jax"),
-        (("--ranks", "4"), "--ranks without --measure would change nothing: add --measure, or leave out --ranks"),
-        (("--ranks", "4", "--network", "9"), "--ranks, --network without --measure would change nothing: add --measure"),
+        (
+            ("--measure",),
+            'strategy="auto" no longer reads measurements, and ring-attn plan --gpus takes its numbers from',
+        ),
         (("--json", "a.json"), "--json without --model would change nothing: add --model, or leave out --json"),
-        (("--model", "all", "--network", "9"), "--network without --measure would change nothing"),
         (("--model", "all", "--framework", "jax"), "--framework would change nothing with --model: leave out one of them"),
-        (("--measure", "--dtype", "float16", "--v-dim", "64"), "--dtype, --v-dim would change nothing with --measure"),
+        (("--model", "all", "--dtype", "float16", "--v-dim", "64"), "--dtype, --v-dim would change nothing with --model"),
     ],
     ids=" ".join,
 )
@@ -213,13 +213,3 @@ def test_a_mistake_is_answered_in_one_line_and_exit_status_2(arguments: tuple[st
     assert done.stdout == ""
     assert done.stderr.startswith("ring-attn: ") and message in done.stderr
     assert done.stderr.count("\n") == 1
-
-
-def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    monkeypatch.setattr(measure, "gpus_here", lambda: 2)
-    monkeypatch.setattr(measure, "measured", lambda *_: pytest.fail("measured"))
-    monkeypatch.setattr(measure, "check_installed", lambda _: None)
-    (tmp_path / ".cache").write_text("")
-    done = CliRunner().invoke(app, ["doctor", "--measure", "--framework", "torch"])
-    assert done.exit_code == 2 and "cannot be written" in done.stderr and "make its folder writable" in done.stderr

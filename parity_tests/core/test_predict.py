@@ -11,9 +11,9 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from ring_attn_cli.main import app
-from ring_attn_cli.plan.predict import PredictOptions, problem_of, tokens
-from ring_attn_core.plan.cost import memory, seconds
-from ring_attn_core.plan.machine import H100, H200
+from ring_attn_cli.plan.cost import memory, seconds
+from ring_attn_cli.plan.gpus import H200
+from ring_attn_cli.plan.predict import PredictOptions, load_of, problem_of, tokens
 from ring_attn_core.problem.traffic import traffic
 
 QUESTION = PredictOptions("zigzag", "causal", 64, 2**20, "H200", "32/8", 128, 8)
@@ -32,43 +32,31 @@ def rows(text: str) -> dict[str, list[str]]:
 def test_times_bytes_and_memory_are_those_of_the_model():
     done = plan("--gpus", "64", "--length", "1M")
     assert done.exit_code == 0, done.output
-    printed, problem = rows(done.output), problem_of(QUESTION, H200)
-    predicted = seconds("ring", problem.load, H200)
+    printed, problem = rows(done.output), problem_of(QUESTION)
+    load = load_of(problem, 8)
+    predicted = seconds("ring", load, H200)
     forward, backward = traffic(replace(problem, options=replace(problem.options, strategy="ring")))
-    ideal = problem.load.ideal(H200).both / predicted.both
+    ideal = load.ideal(H200).both / predicted.both
     ms = [f"{each * 1e3:,.2f}" for each in predicted]
-    gib = [f"{each / 2**30:.2f}" for each in (forward.bytes, backward.bytes, memory("ring", problem.load))]
+    gib = [f"{each / 2**30:.2f}" for each in (forward.bytes, backward.bytes, memory("ring", load))]
     assert printed["ring"] == [*ms, f"{ideal:.0%}", *gib]
     assert {"ring", "direct", "two_way", "gather", "ulysses", "Ulysses(ranks=8)", "TwoLevel(ranks=8)"} >= printed.keys()
     assert "64 ranks, 1,048,576 tokens, 16,384 a GPU" in done.output
     assert "8 hosts of 8 GPUs, NVIDIA H200" in done.output
-    assert f'"auto" with this record takes {problem.choice.strategy}, ' in done.output
+    assert '"auto" takes ring: the GPUs of the ranks do not reach each other' in done.output
 
 
-def test_a_machine_is_a_name_or_a_record_in_a_file(tmp_path):
-    record = tmp_path / "slow.json"
-    record.write_text(H100.to_json().replace("NVIDIA H100", "ours"))
+def test_a_machine_is_a_name_of_the_table_of_gpus():
     short = "--gpus", "4", "--length", "8K"
-    of_name, of_file = plan(*short, "--machine", "H100"), plan(*short, "--machine", str(record))
-    assert "one host of 4 GPUs, NVIDIA H100" in of_name.output
-    assert of_file.output == of_name.output.replace("NVIDIA H100", "ours")
-    assert rows(of_name.output) != rows(plan(*short).output)
+    ours = plan(*short, "--machine", "H100")
+    assert "one host of 4 GPUs, NVIDIA H100" in ours.output
+    assert rows(ours.output) != rows(plan(*short).output)
 
 
-@pytest.mark.parametrize(
-    ("machine", "gpus", "words"),
-    [
-        ("H200", "8", "copies between GPUs were not measured on NVIDIA H200; ring-attn doctor --measure does it on one host"),
-        ("H100", "16", "they copy between the GPUs of one host, and these are 2 hosts"),
-        ("H100", "8", ""),
-    ],
-)
-def test_a_prediction_says_why_pull_and_push_are_left_out(machine, gpus, words):
-    printed = plan("--gpus", gpus, "--length", "64K", "--machine", machine).output
-    assert {"pull", "push"} & rows(printed).keys() == (set() if words else {"pull", "push"})
-    said = " ".join(printed.split())
-    assert words in said
-    assert ('"pull" and "push" are left out' in said) == bool(words)
+def test_push_is_predicted_for_gpus_of_one_host_and_taken():
+    one, two = (plan("--gpus", gpus, "--length", "64K").output for gpus in ("8", "16"))
+    assert "push" in rows(one) and '"auto" takes push: copy engines' in one
+    assert "push" not in rows(two)
 
 
 def test_a_machine_alone_predicts_for_eight_gpus():
@@ -115,10 +103,12 @@ def test_a_length_that_is_no_number_is_refused(text):
         (["--machine", "H200", "--model", "llama-8b", "--tokens", "9"], "leave out --tokens"),
         (["--machine", "H200", "--model", "llama-8b", "--heads", "4"], "--model gives the heads and their size: leave out"),
         (["--machine", "H200", "--model", "llama-9b"], "llama-9b"),
-        (["--machine", "B200"], "'B200' is not a file, and not one of H200, H100, of which records are built in"),
-        (["--machine", "."], ". is not the record of a machine: . is a folder"),
+        (
+            ["--machine", "ours.json"],
+            "'ours.json' is not one of H200, H100, of which measurements are built in; a file",
+        ),
     ],
-    ids=range(13),
+    ids=range(12),
 )
 def test_a_mistake_is_answered_in_one_line_and_exit_status_2(arguments, message):
     done = plan(*arguments)

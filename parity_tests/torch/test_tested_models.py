@@ -60,7 +60,6 @@ def test_every_line_of_the_page_is_short():
         (["--model", "LlamaForCausalLMs"], "unknown --model 'LlamaForCausalLMs': pass all, or a causal or masked class"),
         (["--model", "LlamaForCausalLM", "--seconds", "0"], "--seconds must be above 0, got 0"),
         (["--model", "LlamaForCausalLM", "--seconds", "nan"], "--seconds must be above 0, got nan"),
-        (["--model", "all", "--measure"], "--measure and --model are two questions"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: list[str], words: str):

@@ -1,21 +1,26 @@
-"""The table of each strategy's predicted time on a machine, by the cost model in ``ring_attn_core/plan/cost.py``."""
+"""The table of each strategy's predicted time on a machine, by the cost model in ``cost.py``."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ring_attn_core.plan.machine import Machine
     from ring_attn_core.problem.problem import Problem
     from ring_attn_core.problem.strategies import Strategy
+
+    from .gpus import Machine
+    from .load import Load
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 MOST_GPUS = 4096
 """Most GPUs in a prediction; the time to compute a prediction grows with their number."""
+
+ROOM = 1 / 16
+"""The share of a rank's memory beyond which the memory that a strategy takes in addition to the ring's is "too large"."""
 
 
 class PredictOptions(NamedTuple):
@@ -56,44 +61,36 @@ def answer(prediction: PredictOptions) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from ring_attn_core.problem.auto import without_peers
+    from ring_attn_core.problem.auto import choose
 
     from .words import title
 
-    machine = machine_of(prediction.machine)
-    problem = problem_of(prediction, machine)
-    problem.check()
-    load, choice = problem.load, problem.choice
+    machine, problem = machine_of(prediction.machine), problem_of(prediction)
+    plan, load = problem.check(), load_of(problem, prediction.host_gpus)
+    taken = choose(problem, reach=load.hosts == 1)
+    if not plan.travels:
+        return Group(Text(title(plan), style="bold"), Text(taken.why))
     hosts = f"{load.hosts} hosts of {load.local} GPUs" if load.hosts > 1 else f"one host of {load.local} GPUs"
-    if not choice.predicted:
-        return Group(Text(title(problem.plan), style="bold"), Text(choice.why))
-    why = without_peers(load, machine)
     return Group(
-        Text(f"{title(problem.plan)}, {load.plan.seq_local:,} a GPU", style="bold"),
+        Text(f"{title(plan)}, {plan.seq_local:,} a GPU", style="bold"),
         Text(f"{prediction.heads} heads of {prediction.head_dim}, bfloat16, one layer, on {hosts}, {machine.name}; predicted"),
-        _table(problem),
-        Text(f'"auto" with this record takes {choice.why}'),
-        *([] if why is None else [Text(f'"pull" and "push" are left out: {why}')]),
+        _table(problem, load, machine),
+        Text(f'"auto" takes {taken.strategy}: {taken.why}'),
     )
 
 
 def machine_of(text: str) -> Machine:
-    """Return the built-in machine record named ``text``, or the record in the file at the path ``text``."""
-    from ring_attn_core.files import read_bytes
-    from ring_attn_core.plan.machine import BUILT_IN, Machine, built_in
+    """Return the machine whose GPUs are named ``text``."""
+    from .gpus import GPUS
 
-    if (known := built_in(text)) is not None:
-        return known
-    try:
-        return Machine.from_json(read_bytes(Path(text)).decode())
-    except FileNotFoundError:
-        names = ", ".join(each.name.removeprefix("NVIDIA ") for each in BUILT_IN)
-        raise ValueError(f"{text!r} is not a file, and not one of {names}, of which records are built in") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{text} is not the record of a machine: {error}") from error
+    found = GPUS.get(text.removeprefix("NVIDIA "))
+    if found is None:
+        names = ", ".join(GPUS)
+        raise ValueError(f"{text!r} is not one of {names}, of which measurements are built in; a file with a record is not read")
+    return found
 
 
-def problem_of(prediction: PredictOptions, machine: Machine) -> Problem:
+def problem_of(prediction: PredictOptions) -> Problem:
     """Return the attention call to predict, with one batch row in bfloat16. ``Problem.check`` checks the rest."""
     from ring_attn_core import layouts, masks
     from ring_attn_core.problem.options import Options
@@ -110,35 +107,49 @@ def problem_of(prediction: PredictOptions, machine: Machine) -> Problem:
     local = layouts.padded_local(prediction.layout, prediction.gpus, prediction.length)
     q, k = (1, local, heads, prediction.head_dim), (1, local, kv_heads, prediction.head_dim)
     options = Options(layout=prediction.layout, mask=masks.parse(prediction.mask), length=prediction.length)
-    where = {"device": "cuda", "framework": "torch", "machine": machine, "host_ranks": prediction.host_gpus}
-    where["peer_access"] = prediction.gpus <= prediction.host_gpus
-    return Problem(q, k, k, ("bfloat16",) * 3, ranks=prediction.gpus, options=options, **where)  # type: ignore[arg-type]
+    return Problem(q, k, k, ("bfloat16",) * 3, "cuda", prediction.gpus, options, capability=90, framework="torch")  # type: ignore[arg-type]
 
 
-def _table(problem: Problem) -> RenderableType:
+def load_of(problem: Problem, host_gpus: int) -> Load:
+    """Return the sizes of the problem for the cost model."""
+    from .load import Load
+
+    return Load(problem.plan, problem.q_shape[2], problem.k_shape[2], problem.k_shape[3], host_gpus)
+
+
+def candidates(load: Load) -> Iterator[Strategy]:
+    """Yield the strategies that can run the call: between GPUs of one host or of several."""
+    from ring_attn_core.plan.two_level import TwoLevel
+    from ring_attn_core.plan.ulysses import Ulysses
+    from ring_attn_core.problem.strategies import objection
+
+    of_hosts = (Ulysses(ranks=load.local), TwoLevel(ranks=load.local)) if load.local > 1 else ()
+    for strategy in ("ring", "direct", "two_way", "gather", "ulysses", *(of_hosts if load.hosts > 1 else ("push",))):
+        if objection(strategy, load.plan.ranks, load.heads) is None:
+            yield strategy
+
+
+def _table(problem: Problem, load: Load, machine: Machine) -> RenderableType:
     from rich import box
     from rich.table import Table
 
-    from ring_attn_core.plan.cost import memory
-    from ring_attn_core.problem.auto import candidates
     from ring_attn_core.problem.strategies import group_of, name_of
 
-    load, machine, predicted = problem.load, problem.machine, problem.choice.predicted
-    assert machine is not None
+    from .cost import memory, seconds
+
     ideal = load.ideal(machine).both
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("strategy", no_wrap=True)
     for name in ("forward ms", "backward", "efficiency", "sent GiB", "backward", "memory GiB"):
         table.add_column(name, justify="right", no_wrap=True)
-    for strategy in candidates(load, machine):
-        held = memory(name_of(strategy), load, group_of(strategy, problem.ranks))
-        seconds = predicted.get(str(strategy))
-        if seconds is None:
-            times = ["", "too large", ""]
-        else:
-            passes = [1e3 * each for each in (seconds.forward, seconds.backward)]
-            times = [*(f"{ms:,.2f}" if ms < 1000 else f"{ms:,.0f}" for ms in passes), f"{ideal / seconds.both:.0%}"]
-        table.add_row(str(strategy), *times, *sent(problem, strategy), f"{held / 2**30:.2f}")
+    for strategy in candidates(load):
+        name, group = name_of(strategy), group_of(strategy, problem.ranks)
+        held, times = memory(name, load, group), ["", "too large", ""]
+        if held - memory("ring", load) <= ROOM * machine.memory:
+            predicted = seconds(name, load, machine, group)
+            ms = [1e3 * each for each in predicted]
+            times = [*(f"{each:,.2f}" if each < 1000 else f"{each:,.0f}" for each in ms), f"{ideal / predicted.both:.0%}"]
+        table.add_row(str(strategy), *times, *sent(problem, load, strategy), f"{held / 2**30:.2f}")
     table.caption = (
         "efficiency: products alone over both passes; sent: by the rank that\n"
         "sends most; memory: beside q, k, v, out and their gradients"
@@ -147,12 +158,12 @@ def _table(problem: Problem) -> RenderableType:
     return table
 
 
-def sent(problem: Problem, strategy: Strategy) -> list[str]:
+def sent(problem: Problem, load: Load, strategy: Strategy) -> list[str]:
     """Return the most GiB that any rank in ``load.sample`` sends in the forward and in the backward, as texts such as "0.25"."""
     from dataclasses import replace
 
     from ring_attn_core.problem.traffic import traffic
 
     named = replace(problem, options=replace(problem.options, strategy=strategy))
-    passes = zip(*(traffic(named, rank) for rank in problem.load.sample), strict=True)
+    passes = zip(*(traffic(named, rank) for rank in load.sample), strict=True)
     return [f"{max(each.bytes for each in ranks) / 2**30:.2f}" for ranks in passes]

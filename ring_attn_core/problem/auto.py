@@ -1,157 +1,120 @@
-"""The choice of ``strategy="auto"`` by the times that the cost model predicts, and the reason in a sentence.
+"""The table of ``strategy="auto"``: the first row that fits a call says the strategy.
 
-The choice depends on facts that all ranks share: shapes, options, the names of the optional arrays, the machine and its hosts.
+A row reads the call and whether the GPUs of all ranks reach each other's memory, which all ranks know. Beside each row stand the
+measurements that it rests on: milliseconds of forward plus backward, heads of 128, of one run in benchmarks/results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from ..plan.balanced_layout import BalancedLayout
-from ..plan.cost import memory, seconds
-from ..plan.load import Load, Seconds
-from ..plan.machine import NOISE, Machine
-from ..plan.two_level import TwoLevel
-from ..plan.ulysses import Ulysses
-from .strategies import Strategy, group_of, name_of, objection
+from ..plan.needed import NeededPlan
+from .checks import ITEM
+from .strategies import plan_of_steps
 
-GAIN = 1.02
-"""The least predicted speedup over the ring (the ring's time / the strategy's time) at which "auto" takes another strategy."""
-
-MARGIN = 1.005
-"""The least predicted speedup over the best strategy so far at which "auto" takes the next candidate.
-
-If the best strategy so far is the ring, the limit is GAIN.
-"""
-
-ROOM = 1 / 16
-"""The share of a rank's memory that a strategy may take in addition to the memory that the ring takes."""
-
-JOINED = "gather", "ulysses"
-"""The strategies that compute on joined shards. With extents they take up to 1.5 times as long as predicted."""
-
-JOINED_GAIN = 1.15
-"""The value that replaces GAIN for the strategies in ``JOINED``. It is larger because the slowdown of kernels on joined shards is
-a constant of the model, which ``ring-attn doctor`` does not measure."""
-
+Problem = Any
+"""The ``Problem`` of a call. ``problem.py`` imports this file, so it cannot be imported here."""
 
 HALF = 0.5
-"""The largest share of keys at which "auto" takes "direct" in a balanced layout.
+"""The largest share of a ring's keys that the busiest rank may receive or send under "direct" in a balanced layout."""
 
-The share is ``Load.needed_share``: the keys that the busiest rank receives or sends, divided by those it receives in a ring.
-"""
+SHORT = 2048
+"""The most tokens of a rank, over all batch rows, at which the host was measured to limit every strategy of several steps."""
+
+WINDOWED, LONG = 8192, 32768
+"""The shortest shards, in tokens, at which "direct" was measured to beat the ring, and "push", under a window."""
+
+MAX_PUSHED = 2**27
+"""The largest shard of keys, in bytes, with which "push" was measured. It holds six times as many beside the shard."""
 
 
-class Choice(NamedTuple):
-    """A strategy, the reason for it, and predicted times by ``str(strategy)`` for each candidate that fits into memory."""
+class Rule(NamedTuple):
+    """A row of the table: a strategy, the reason for it, and whether it fits a call, with (True) or without reach."""
 
-    strategy: Strategy
+    strategy: str
     why: str
-    predicted: dict[str, Seconds]
+    fits: Callable[[Problem, bool], bool]
 
 
-def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Choice:
-    """Choose the strategy with the least predicted time within ROOM (extra memory), GAIN, JOINED_GAIN and MARGIN (least speedup).
-    It is "ring" if no keys travel. A balanced layout takes "direct" only if ``load.needed`` is set and ``load.needed_share`` is
-    at most HALF, then also without predicted times."""
-    ring = lambda why: Choice("ring", why, {})
-    if not load.plan.travels:
-        return ring("no rank needs the keys of another, so nothing travels")
-    balanced, unpredictable = isinstance(load.plan.layout, BalancedLayout), _unpredictable(load, machine, backend, device)
-    if balanced and load.needed is None:
-        return ring("the ring: it is not known that extents stay within the documents that the balanced layout was made for")
-    if balanced and load.needed_share > HALF:
-        return ring(f"the ring: {_needed(load)}, more than {HALF:.0%}")
-    if unpredictable is not None or machine is None:
-        return Choice("direct", f"direct: {_needed(load)}", {}) if balanced else ring(f"the ring: {unpredictable}")
-    predicted: dict[str, Seconds] = {}
-    fastest: Strategy = "ring"
-    for strategy in candidates(load, machine):
-        name, group = name_of(strategy), group_of(strategy, load.plan.ranks)
-        if memory(name, load, group) - memory("ring", load) > ROOM * machine.memory:
-            continue
-        predicted[str(strategy)] = taken = seconds(name, load, machine, group)
-        if name in JOINED and taken.both * JOINED_GAIN > predicted["ring"].both:
-            continue
-        if taken.both < predicted[str(fastest)].both / (GAIN if fastest == "ring" else MARGIN):
-            fastest = strategy
-    return Choice(fastest, _why(load, fastest, predicted), predicted)
+RULES = (
+    Rule("ring", "no rank needs the keys of another, so nothing travels", lambda call, reach: not call.plan.travels),
+    # Packed documents, 64/8 heads, 8,192 tokens a GPU. Two H200s: direct 3.68, ring 4.44. Four H100s: direct 6.75, ring 11.60.
+    Rule(
+        "direct",
+        f"the busiest rank receives or sends at most {HALF:.0%} of the keys that a ring brings it, in one exchange",
+        lambda call, reach: (share := needed_share(call)) is not None and share <= HALF,
+    ),
+    Rule(
+        "ring",
+        "in this balanced layout many keys travel, or it is not known that extents stay within its documents",
+        lambda call, reach: isinstance(call.options.layout, BalancedLayout),
+    ),
+    Rule(
+        "ring",
+        "the other strategies were measured on NVIDIA GPUs, in 16 bits, with the kernels of this library",
+        lambda call, reach: not _is_measured(call),
+    ),
+    # A window of 4,096, 32/8 heads. 65,536 tokens, four H200s: direct 32.9, push 34.5, ring 39.4. 32,768, two H200s: direct 16.1,
+    # push 16.7, ring 18.5. 8,192, two H200s: direct 4.81, ring 5.33; in JAX 4.93 and 5.18.
+    Rule(
+        "direct",
+        "of each shard only the keys that the window shows travel",
+        lambda call, reach: _is_windowed(call) and call.plan.seq_local >= (LONG if reach else WINDOWED),
+    ),
+    Rule("ring", "the GPUs of the ranks do not reach each other's memory in this call", lambda call, reach: not reach),
+    # Causal, 32/8 heads, 2,048 tokens. Two H200s: gather 2.03, ring 2.34, push 2.64. Four H100s: gather 2.20, push 3.47, ring
+    # 4.21.
+    Rule(
+        "gather",
+        f"a rank has at most {SHORT:,} tokens: one step and one transfer take less time than many",
+        lambda call, reach: _tokens(call) <= SHORT and not call.has("extents", "key_extents"),
+    ),
+    # Causal, 32/8 heads. Four H100s, 8,192 tokens: push 15.8, two_way 17.3, ring 17.9, gather 19.0; 32,768: push 241, ring 246.
+    # Two H200s, 8,192: push 7.88, direct 8.20, two_way 8.23, ring 8.28. Four H200s, full, 8,192: push 29.9, direct 31.9,
+    # ring 32.6. Documents in zigzag, 64/8 heads, four H100s, 8,192: push 8.74, ring 10.70, direct 10.96.
+    Rule(
+        "push",
+        "copy engines move keys and gradients straight between owners and readers, beside the kernels",
+        lambda call, reach: _tokens(call) > SHORT and _bytes_of_keys(call) <= MAX_PUSHED,
+    ),
+    Rule("ring", "no other strategy was measured to be faster at this size", lambda call, reach: True),
+)
 
 
-def candidates(load: Load, machine: Machine) -> Iterator[Strategy]:
-    """Yield the strategies that "auto" compares and that can run the call, "ring" first."""
-    if load.needed is not None:
-        yield from ("ring", "direct")
-        return
-    all_of_them: tuple[Strategy, ...] = ("ring", "direct", "two_way", "gather", "ulysses")
-    if without_peers(load, machine) is None:
-        all_of_them += ("push", "pull")
-    if load.hosts > 1 and load.host_ranks > 1:
-        all_of_them += (Ulysses(ranks=load.host_ranks), TwoLevel(ranks=load.host_ranks))
-    for strategy in all_of_them:
-        refused = objection(strategy, load.plan.ranks, load.heads) is not None
-        if not refused and not (load.extents and name_of(strategy) in JOINED):
-            yield strategy
+def choose(problem: Problem, reach: bool = False) -> Rule:
+    """Return the row that fits a checked problem. ``reach``: each rank's GPU can copy the memory of all others, on one host."""
+    return next(row for row in RULES if row.fits(problem, reach))
 
 
-def without_peers(load: Load, machine: Machine) -> str | None:
-    """Return why "auto" leaves out "pull" and "push", or None if they are candidates."""
-    if load.hosts > 1:
-        return f"they copy between the GPUs of one host, and these are {load.hosts} hosts"
-    if not machine.peer:
-        return f"copies between GPUs were not measured on {machine.name}; ring-attn doctor --measure does it on one host"
-    if not load.peer_access:
-        return "the ranks cannot copy from and to the memory of each other's GPUs in this call"
-    return None
+def needed_share(problem: Problem) -> float | None:
+    """Return the largest share of a ring's keys that a rank receives or sends under "direct" in a balanced layout. Return None in
+    another layout, or if not every visible key is known to be sent."""
+    layout, limited = problem.options.layout, problem.has("extents")
+    if not isinstance(layout, BalancedLayout) or problem.traced_layout or problem.options.steps is not None:
+        return None
+    if limited and layout.documents and not problem.within_documents:
+        return None
+    needed = plan_of_steps("direct", problem.plan, problem.q_shape[2], problem.k_shape[2], limited)
+    assert isinstance(needed, NeededPlan)
+    return needed.busiest(problem.framework == "jax") / max(len(problem.plan.hops) * problem.plan.kv_local, 1)
 
 
-def _unpredictable(load: Load, machine: Machine | None, backend: str, device: str) -> str | None:
-    """Return why the cost model cannot predict the call's times on ``machine``, as words for a message; None if it can."""
-    if machine is None or not load.host_ranks:
-        return "the machine was not measured, or it is not known which ranks share a host"
-    if machine.noise > NOISE:
-        return (
-            f"measurements of {machine.name} differ by {machine.noise:.0%}, too much to predict; run ring-attn doctor --measure "
-            "again"
-        )
-    if backend not in ("auto", "hopper", "triton"):
-        return f"the machine was measured with its own kernels, and this is backend={backend!r}"
-    if device != "cpu" and load.item > 2:
-        return "GPUs were measured in bfloat16 and float16, and these numbers are wider"
-    return None
+def _is_measured(problem: Problem) -> bool:
+    return problem.capability > 0 and ITEM[problem.dtypes[0]] <= 2 and problem.options.backend in ("auto", "hopper", "triton")
 
 
-def _why(load: Load, strategy: Strategy, predicted: dict[str, Seconds]) -> str:
-    where = "on one host" if load.hosts == 1 else f"across {load.hosts} hosts"
-    ms = lambda name: f"{predicted[name].both * 1e3:{'.3g' if predicted[name].both < 1 else ',.0f'}} ms"
-    if strategy == "ring":
-        joined = f"{GAIN - 1:.0%} faster, or {JOINED_GAIN - 1:.0%} if it joins shards"
-        return f"the ring, {ms('ring')} {where}: no strategy that can run this is predicted to be {joined}"
-    return f"{strategy}, {ms(str(strategy))} {where} where the ring takes {ms('ring')}: {_gain(load, strategy)}"
+def _is_windowed(problem: Problem) -> bool:
+    """Return whether each query sees fewer keys than a shard has."""
+    lo, hi = problem.plan.mask.lo, problem.plan.mask.hi
+    return lo is not None and hi is not None and hi - lo < problem.plan.kv_local
 
 
-def _needed(load: Load) -> str:
-    return f"the busiest rank receives or sends {load.needed_share:.0%} of the keys that a ring brings it, in one exchange"
+def _tokens(problem: Problem) -> int:
+    return problem.q_shape[0] * problem.q_shape[1]
 
 
-def _gain(load: Load, strategy: Strategy) -> str:
-    """Return the reason why a strategy is faster than the ring, for a message."""
-    hops, tokens = len(load.plan.hops), load.plan.kv_local
-    match name_of(strategy):
-        case "direct" if load.needed is not None:
-            return _needed(load)
-        case "direct" if load.plan.mask.hi is not None:
-            return "of each shard only the keys that the window shows travel"
-        case "direct":
-            return "gradients go straight to their owner, while the next step is computed"
-        case "two_way":
-            return "no step waits for gradients of the step before it, and at most half of the hops follow one another"
-        case "pull" | "push":
-            return "copy engines move keys and gradients straight between owners and readers, beside the kernels"
-        case "gather":
-            return f"shards of {tokens:,} tokens are short: one step and one transfer cost less than {hops + 1} steps"
-        case "ulysses":
-            return f"shards of {tokens:,} tokens are short, and exchanged heads are fewer bytes than keys that visit every rank"
-        case _:
-            return f"a shard crosses to each host once, not in all of {hops} hops"
+def _bytes_of_keys(problem: Problem) -> int:
+    b, t, g, d = problem.k_shape
+    return b * t * g * (d + problem.v_shape[-1]) * ITEM[problem.dtypes[0]]

@@ -8,13 +8,10 @@ from typing import Any
 
 from ..layouts import smaller_rings
 from ..plan.balanced_layout import BalancedLayout
-from ..plan.load import Load
-from ..plan.machine import Machine
-from ..plan.needed import NeededPlan
 from ..plan.ring import RingPlan
 from ..records import hashed_once
-from .auto import Choice, choose
-from .checks import DTYPES, ITEM, OptionalArray, check_array
+from .auto import choose
+from .checks import DTYPES, OptionalArray, check_array
 from .options import Options
 from .strategies import Strategy, check_device, check_fit, chosen, plan_of_steps
 
@@ -27,9 +24,8 @@ class Problem:
     Shapes describe the rank's shards: q ``[batch, seq_local, heads, head_dim]``, k ``[batch, kv_local, kv_heads, head_dim]``, v
     ``[batch, kv_local, kv_heads, v_dim]`` (perhaps columns of k). ``capability``: compute capability of the NVIDIA GPU, such as
     90, or 0 without one. ``tma``: the framework can launch kernels with TMA descriptors. ``traced_layout``: the layout is a
-    TracedLayout of JAX. ``machine``: None if not measured. ``host_ranks``: consecutive ranks on each host, 0 if unknown.
-    ``peer_access``: in this call, ranks can copy between their GPUs. ``within_documents``: the extents of all ranks are known to
-    stay within the documents that a balanced layout was made for.
+    TracedLayout of JAX. ``within_documents``: the extents of all ranks are known to stay within the documents that a balanced
+    layout was made for.
     """
 
     q_shape: tuple[int, ...]
@@ -44,9 +40,6 @@ class Problem:
     framework: str = "jax"
     tma: bool = True
     traced_layout: bool = False
-    machine: Machine | None = None
-    host_ranks: int = 0
-    peer_access: bool = False
     within_documents: bool = False
 
     @cached_property
@@ -60,12 +53,12 @@ class Problem:
     @cached_property
     def steps(self) -> RingPlan:
         """Return the plan of the chosen strategy's steps, made by ``plan_of_steps``."""
-        return plan_of_steps(self.travel, self.plan, self.q_shape[2], self.k_shape[2], self._has("extents"))
+        return plan_of_steps(self.travel, self.plan, self.q_shape[2], self.k_shape[2], self.has("extents"))
 
     @cached_property
     def within(self) -> Problem | None:
         """Return this problem with ``within_documents``, or None if this does not change the strategy of "auto"."""
-        if self.options.strategy != "auto" or not isinstance(self.options.layout, BalancedLayout) or not self._has("extents"):
+        if self.options.strategy != "auto" or not isinstance(self.options.layout, BalancedLayout) or not self.has("extents"):
             return None
         self.check()
         problem = replace(self, within_documents=True)
@@ -82,39 +75,21 @@ class Problem:
         """Return the name of the strategy that runs this problem: "ring" if no keys travel, else the name of ``travel``."""
         return chosen(self.travel, self.plan)
 
-    @property
+    @cached_property
     def travel(self) -> Strategy:
-        """Return the chosen strategy, a name or record: the option ``strategy``, or for "auto" the result of ``choice``."""
-        return self.choice.strategy if self.options.strategy == "auto" else self.options.strategy
+        """Return the strategy, a name or record: the option ``strategy``, or for "auto" that of ``choose`` without reach."""
+        return choose(self).strategy if self.options.strategy == "auto" else self.options.strategy
 
     @cached_property
-    def choice(self) -> Choice:
-        """Return the strategy that "auto" takes for this problem, and the reason."""
-        return choose(self.load, self.machine, self.options.backend, self.device)
-
-    @cached_property
-    def load(self) -> Load:
-        """Return the sizes that determine the time of the call. Visible pairs are counted by mask or documents, without extents,
-        because a rank does not know those of the other ranks."""
-        (b, _, heads, d), (_, _, kv_heads, e) = self.q_shape, self.v_shape
-        extents = self._has("extents", "key_extents")
-        hosts = min(self.host_ranks, self.ranks)
-        item, access = ITEM[self.dtypes[0]], self.peer_access
-        sizes: Any = {"extents": extents, "peer_access": access, "needed": self._needed, "even": self.framework == "jax"}
-        return Load(self.plan, b, heads, kv_heads, d, e, item, hosts, **sizes)
-
-    @property
-    def _needed(self) -> NeededPlan | None:
-        """Return the plan of "direct" in a balanced layout, or None if the plan is not known to send every visible key."""
-        layout, limited = self.options.layout, self._has("extents")
-        if not isinstance(layout, BalancedLayout) or self.traced_layout or self.options.steps is not None:
+    def reaching(self) -> Problem | None:
+        """Return this problem with the strategy of "auto" on GPUs with reach, or None if reach does not change the strategy."""
+        if self.options.strategy != "auto" or self.ranks == 1:
             return None
-        if limited and layout.documents and not self.within_documents:
-            return None
-        plan = plan_of_steps("direct", self.plan, self.q_shape[2], self.k_shape[2], limited)
-        return plan if isinstance(plan, NeededPlan) else None
+        self.check()
+        strategy = choose(self, reach=True).strategy
+        return None if strategy == self.travel else replace(self, options=replace(self.options, strategy=strategy))
 
-    def _has(self, *names: str) -> bool:
+    def has(self, *names: str) -> bool:
         """Return whether the call has an optional array of one of these names."""
         return any(array.name in names for array in self.arrays)
 
@@ -142,7 +117,7 @@ class Problem:
     @property
     def blanks(self) -> bool:
         """Return whether some query, padding included, may be fully masked."""
-        return self.plan.blanks or self._has("extents", "key_extents", "key_mask")
+        return self.plan.blanks or self.has("extents", "key_extents", "key_mask")
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the values that must be equal on all ranks of a ring, by name, ready for JSON."""
@@ -150,7 +125,6 @@ class Problem:
         del own["within_documents"]  # not a property of the call: ranks agree on it afterwards
         options: dict[str, Any] = own.pop("options") | {"layout": str(self.options.layout)}
         lengths = {"length": self.plan.length, "kv_length": self.plan.kv_length}
-        own["machine"] = None if self.machine is None else self.machine.to_json()
         return own | options | lengths | {"scale": self.scale, "strategy": str(self.options.strategy)}
 
     def _check_shapes(self) -> None:
@@ -185,7 +159,7 @@ class Problem:
     def _check_shards(self) -> None:
         """Raise ValueError if shards seem made for a ring of fewer ranks, or if a layout of trees comes without key extents."""
         plan, group = self.plan, "group" if self.framework == "torch" else "axis_name"
-        if isinstance(plan.layout, BalancedLayout) and plan.layout.tree and not self._has("key_extents"):
+        if isinstance(plan.layout, BalancedLayout) and plan.layout.tree and not self.has("key_extents"):
             raise ValueError(
                 "this balanced layout was made for prefix trees, and without key_extents their branches see each other: pass "
                 "key_extents=shard.key_extents, and longest_path=shard.longest_path to a layer or model"

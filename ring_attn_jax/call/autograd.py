@@ -19,7 +19,6 @@ from ..attend.one_run import impossible, positions_of
 from ..attend.state import State, carries_rest
 from ..axes import Trees, on_auto_axes, ring_size, sharded_like, vary_alike
 from ..ring import loop
-from ..ring.hardware import on_hardware
 from ..ring.strategies.needed import unavailable
 from ..ring.strategies.ring import rows
 from .prepare import Arrays, CompiledCall, checked, problem_of
@@ -54,7 +53,7 @@ def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_nam
     """
     v = k[..., : options.v_dim] if v is None else v
     ranks = ring_size(axis_name)
-    problem = on_hardware(problem_of(q, k, v, arrays, ranks, options.in_ring(ranks)))
+    problem = problem_of(q, k, v, arrays, ranks, options.in_ring(ranks))
     compiled = checked(problem, anywhere=False)
     (inputs,) = reverse_only(*vary_alike((axis_name,), OpInputs.of(q, k, v, arrays)))
     return _attention(inputs, compiled, axis_name)

@@ -91,9 +91,8 @@ def ring_attention(
             and their out is 0. None: in a balanced layout, the layout's length. In other layouts ``length`` counts all tokens of
             the q shards; ``kv_length`` is ``length`` if the shards of q and k are equally long, else all tokens of the k shards.
         strategy: the way in which keys travel (docs/strategies.md): "ring", "direct", "two_way", "gather", "ulysses",
-            Ulysses(ranks=n), TwoLevel(ranks=n). "auto": on GPUs with a record of speeds the strategy that is predicted to be
-            fastest; otherwise "ring", or in a balanced layout "direct" if it sends few keys. In a layout balanced for documents,
-            calls with extents take "ring".
+            Ulysses(ranks=n), TwoLevel(ranks=n). "auto": "ring", but on GPUs "direct" under a window, and in a
+            balanced layout "direct" if it sends few keys. In a layout balanced for documents, calls with extents take "ring".
         backend: "auto": the first usable of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (any device);
             "triton_tf32" multiplies float32 in tf32.
         deterministic: no effect here, since gradients always repeat to the bit.

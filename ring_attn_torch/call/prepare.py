@@ -31,7 +31,7 @@ from ..attend.launch import capability
 from ..attend.score import Score
 from ..attend.vendor import Vendor
 from ..ring.groups import Group, constant, group_of, is_dtensor, ranks_of
-from ..ring.hardware import on_hardware
+from ..ring.reach import with_reach
 from ..ring.step import Ring
 
 
@@ -58,9 +58,9 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, opti
 
 
 def problem_on(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, group: Group, options: Options, exchange: bool = True) -> Problem:
-    """Describe the call as a Problem. For strategy "auto" on GPUs add the ring's speeds, hosts and peer access. They come from an
+    """Describe the call as a Problem. For strategy "auto" on GPUs take the strategy of the group's reach, which comes from an
     exchange in the group's first call, or without ``exchange`` only from the cache."""
-    return on_hardware(problem_of(q, k, v, arrays, ranks_of(group), options), q.device, group, exchange)
+    return with_reach(problem_of(q, k, v, arrays, ranks_of(group), options), q.device, group, exchange)
 
 
 @lru_cache(maxsize=MOST_KNOWN)

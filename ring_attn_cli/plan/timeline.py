@@ -9,10 +9,9 @@ launches.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from .machine import Machine
+from .gpus import Machine
 
 
 @dataclass
@@ -50,9 +49,8 @@ class Timeline:
         return self._transfer(seconds, across > 0)
 
     def peer_copy(self, size: float) -> float:
-        """Add a copy by the copy engine, started within ``host_step``; return its end, infinite if not measured."""
-        seconds = self.machine.peer_latency + size / self.machine.peer if self.machine.peer else math.inf
-        self.engine = max(self.engine, self.gpu, self.host) + seconds
+        """Add a copy by the copy engine, started within ``host_step``; return its end."""
+        self.engine = max(self.engine, self.gpu, self.host) + self.machine.peer_latency + size / self.machine.peer
         return self.engine
 
     def _transfer(self, seconds: float, crosses: bool) -> float:

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ..runs import Band, Run
-from .direct import visible_keys
-from .machine import Machine
-from .needed import NeededPlan
-from .ring import RingPlan
+from ring_attn_core.plan.direct import visible_keys
+from ring_attn_core.plan.ring import RingPlan
+from ring_attn_core.runs import Band, Run
+
+from .gpus import Machine
 
 SAMPLE = 12
 """Largest number of ranks whose work is counted; the slowest of these ranks stands for all ranks."""
+
+ITEM, WIDE = 2, 4
+"""The bytes of an element of q, k and v, and of an element in the accumulation dtype."""
 
 
 class Seconds(NamedTuple):
@@ -29,47 +32,42 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """The sizes that determine the time of a call. ``item``: bytes of an element of q, k and v. ``host_ranks``: consecutive ranks
-    per host, 0 if unknown. ``share``: visible pairs per pair under the mask. ``needed``: the plan of "direct" in a balanced
-    layout if it certainly sends every visible key. ``even``: ranks send equally many, as in JAX."""
+    """The sizes that determine the time of a call of one batch row. ``host_ranks``: consecutive ranks per host."""
 
     plan: RingPlan
-    batch: int
     heads: int
     kv_heads: int
     head_dim: int
-    v_dim: int
-    item: int
     host_ranks: int
-    share: float = 1.0
-    extents: bool = False
-    peer_access: bool = False
-    needed: NeededPlan | None = None
-    even: bool = False
 
     @property
     def hosts(self) -> int:
-        return -(-self.plan.ranks // self.host_ranks) if self.host_ranks else 1
+        return -(-self.plan.ranks // self.host_ranks)
 
     @property
     def local(self) -> int:
-        """Return the number of ranks that share the links of a host; 0 if ``host_ranks`` is unknown."""
+        """Return the number of ranks that share the links of a host."""
         return min(self.plan.ranks, self.host_ranks)
 
     @property
     def kv(self) -> int:
         """Return the number of elements in a shard of keys and values."""
-        return self.batch * self.plan.kv_local * self.kv_heads * (self.head_dim + self.v_dim)
+        return self.plan.kv_local * self.kv_heads * 2 * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Return the bytes of a shard of keys and values."""
+        return self.kv * ITEM
+
+    @property
+    def gradients(self) -> int:
+        """Return the bytes of the gradients of a shard of keys and values."""
+        return self.kv * WIDE
 
     @property
     def q(self) -> int:
         """Return the number of (query, head) pairs in a shard."""
-        return self.batch * self.plan.seq_local * self.heads
-
-    @property
-    def wide(self) -> int:
-        """Return the bytes per element in the accumulation dtype."""
-        return max(4, self.item)
+        return self.plan.seq_local * self.heads
 
     @cached_property
     def sample(self) -> tuple[int, ...]:
@@ -82,29 +80,14 @@ class Load:
         return {}
 
     def area(self, rank: int, shift: int) -> int:
-        """Return the number of visible pairs of a rank at a shift. It is an estimate if ``needed`` is set. Results are cached."""
-        known = self._areas.get((rank, shift))
-        if known is None:
-            known = self._areas[rank, shift] = self.plan.area(rank, shift) if self.needed is None else self._part(rank, shift)
-        return known
-
-    def _part(self, rank: int, shift: int) -> int:
-        """Estimate ``area`` in a balanced layout: pairs in proportion to keys, ``needed.busiest()`` of them over all hops."""
-        assert self.needed is not None
-        pairs, own = self.needed.pairs(rank), self.plan.kv_local / (self.plan.kv_local + self.needed.busiest())
-        return round(pairs * own if shift == 0 else pairs * (1 - own) / max(len(self.plan.hops), 1))
-
-    @cached_property
-    def needed_share(self) -> float:
-        """Return the keys of the busiest rank under ``needed``, as a fraction of the keys that a rank receives in a ring."""
-        assert self.needed is not None
-        return self.needed.busiest(self.even) / max(len(self.plan.hops) * self.plan.kv_local, 1)
+        """Return the number of visible pairs of a rank at a shift. Results are cached."""
+        if (rank, shift) not in self._areas:
+            self._areas[rank, shift] = self.plan.area(rank, shift)
+        return self._areas[rank, shift]
 
     def queries(self, rank: int, shift: int) -> int:
         """Return the queries of a rank to process at a shift: in each run from the first to the last that sees a key."""
         plan, mask = self.plan, self.plan.mask
-        if self.needed is not None:
-            return round(plan.seq_local * min(self.needed_share if shift else 1.0, 1.0))
         turned = Band(*(None if side is None else -side for side in (mask.hi, mask.lo)))
         runs = [Run(start, length, stride) for _, length, start, stride in plan.k_runs[(rank - shift) % plan.ranks]]
         total = 0
@@ -115,9 +98,9 @@ class Load:
         return total
 
     def operations(self, pairs: float) -> tuple[float, float]:
-        """Return the floating-point operations (forward, backward) of all rows and heads with ``pairs`` under the mask."""
-        d, e, each = self.head_dim, self.v_dim, 2 * self.batch * self.heads * self.share * pairs
-        return each * (d + e), each * (3 * d + 2 * e)
+        """Return the floating-point operations (forward, backward) of all heads with ``pairs`` under the mask."""
+        each = 2 * self.heads * self.head_dim * pairs
+        return 2 * each, 5 * each
 
     def ideal(self, machine: Machine) -> Seconds:
         """Return the time, in seconds, that the mean work of a rank would take in a single launch without transfers."""
@@ -131,5 +114,5 @@ class Load:
 
     def backward_rate(self, machine: Machine) -> float:
         """Return the backward's operations per second; above a head dim of 128 two passes need 7 matrix products instead of 5."""
-        passes = 5 / 7 if max(self.head_dim, self.v_dim) > 128 else 1.0
+        passes = 5 / 7 if self.head_dim > 128 else 1.0
         return machine.backward_rate * min(1.0, (self.head_dim + 64) / 192) * passes
