@@ -4,7 +4,7 @@
 
 The same seed gives the same problems, those of the tests where the number is theirs too. With --trees each has a prefix
 tree. With --balanced each has a balanced layout, most under the strategies "auto" and "direct". With --strategy each named
-strategy gets as many problems; "pull" and "push" run in PyTorch, over files in place of GPU memory.
+strategy gets as many problems; "push" runs in PyTorch, over files in place of GPU memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from ring_attn_core import LAYOUTS, causal, full, sliding_window
-from ring_attn_core.problem.strategies import PEERS
 from ring_attn_core.reference.oracle import Attention
 from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF
 
@@ -148,7 +147,7 @@ def on_torch(examples: int, number: int, drawn: st.SearchStrategy[Case]) -> None
     from .torch.test_peers import over_files
 
     def run(case: Case) -> Attention:
-        return run_or_restart(pool, case, over_files if case.strategy in PEERS else None)
+        return run_or_restart(pool, case, over_files if case.strategy == "push" else None)
 
     pool = Ranks()
     fuzz(run, examples, number, drawn)
@@ -170,10 +169,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same problems")
     parser.add_argument("--trees", action="store_true", help="with a prefix tree in each problem")
     parser.add_argument("--balanced", action="store_true", help="with a balanced layout in each problem")
-    parser.add_argument("--strategy", nargs="+", default=[""], choices=["ring", *STRATEGIES, *PEERS], help="of all problems")
+    parser.add_argument("--strategy", nargs="+", default=[""], choices=["ring", *STRATEGIES, "push"], help="of all problems")
     arguments = parser.parse_args()
-    if "jax" in arguments.framework and not {*PEERS}.isdisjoint(arguments.strategy):
-        parser.error('"pull" and "push" exist in PyTorch only: pass the framework torch')
+    if "jax" in arguments.framework and "push" in arguments.strategy:
+        parser.error('"push" exists in PyTorch only: pass the framework torch')
     for name, strategy in product(arguments.framework, arguments.strategy):
         drawn = balanced_problems(arguments.trees, strategy) if arguments.balanced else problems(arguments.trees)
         drawn = drawn if arguments.balanced or not strategy else under(strategy, drawn)

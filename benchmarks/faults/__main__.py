@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 
-from ring_attn_core.problem.strategies import PEERS
-
 from ..ring.problem import TRAVELLING
 from ..support import harness
 from .watch import Case, watch
@@ -30,10 +28,10 @@ WAITING = {"stream": "0", "host": "1"}
 
 
 def cases(options: Namespace, folder: str) -> list[Case]:
-    """Return the cases that can run: "pull" and "push" make no transfers of torch.distributed, and need GPUs."""
+    """Return the cases that can run: "push" makes no transfers of torch.distributed, and needs GPUs."""
     ranks, found = options.cpu or torch.cuda.device_count(), []
     for strategy, waiting in product(options.strategy, options.waiting):
-        if strategy not in PEERS or not (options.cpu or waiting == "host"):
+        if strategy != "push" or not (options.cpu or waiting == "host"):
             given = {"strategy": strategy, "waiting": waiting, "timeout": options.timeout, "cpu": bool(options.cpu)}
             found.append(Case(given, f"{folder}/{len(found)}", ranks, {"TORCH_NCCL_BLOCKING_WAIT": WAITING[waiting]}))
     return found

@@ -24,7 +24,7 @@ from .timing import microseconds
 
 RANKS, FEW = 8, 2
 TOKENS, HEADS, HEAD_DIM = 16, 8, 8  # small: the sums of gradients that arrive are not what is measured
-STRATEGIES = "ring", "two_way", "direct", "gather", "ulysses", "pull", "push"
+STRATEGIES = "ring", "two_way", "direct", "gather", "ulysses", "push"
 
 
 class Idle:
@@ -69,10 +69,6 @@ class Unshared(peers.Peers):
 
     def on_side(self) -> Any:
         return nullcontext()
-
-    def mark(self) -> None: ...
-
-    def await_mark(self, mark: Any) -> None: ...
 
     def keep_alive(self, x: Tensor) -> None: ...
 
@@ -137,7 +133,7 @@ _CALLS: Sequence[Any] = (dist.isend, dist.irecv)
 
 def _passes(strategy: str, ranks: int, group: Any, q: Tensor) -> dict[str, Callable[[], Any]]:
     options = Options(mask=causal(), strategy=strategy)
-    with patch.object(of_call, "check_device", lambda *_: None):  # "pull" and "push" are of GPUs
+    with patch.object(of_call, "check_device", lambda *_: None):  # "push" is of GPUs
         compiled = checked(problem_of(q, q, q, Arrays(), ranks, options), anywhere=False)
     keys, score, ring = compiled.keys(q, q, Arrays()), compiled.scored(Arrays()), compiled.ring(group)
     lse = q[..., 0].clone()

@@ -1,7 +1,7 @@
 """How fast is a ring over the GPUs of a host by each strategy, against torch's context parallelism and one launch of equal work?
 
     python -m benchmarks.ring [--framework torch jax] [--tokens 8192] [--heads 32] [--kv-heads 8] [--mask causal]
-    python -m benchmarks.ring --strategy ring pull     only these strategies
+    python -m benchmarks.ring --strategy ring push     only these strategies
     python -m benchmarks.ring --mask documents --layout zigzag balanced
     python -m benchmarks.ring --table                  the calls of the stored result
     python -m benchmarks.ring --framework jax --processes 1 4   JAX in one process, then in one process a GPU (jax.distributed)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ring_attn_core import Band, RingPlan, causal, full, sliding_window
 from ring_attn_core.plan.balanced import BalancedLayout, balanced_layout
 from ring_attn_core.plan.two_level import TwoLevel
-from ring_attn_core.problem.strategies import PEERS, STRATEGIES, Strategy, objection
+from ring_attn_core.problem.strategies import STRATEGIES, Strategy, objection
 
 MASKS = ("causal", "full", "window", "documents")
 LAYOUTS = ("zigzag", "balanced", "contiguous", "striped")
@@ -92,7 +92,7 @@ class Problem(NamedTuple):
 
     def strategies(self, call: Call, ranks: int, memory: bool) -> dict[str, Strategy]:
         """Return the chosen strategies that can run the call, by name. ``memory``: GPUs whose memory PyTorch shares."""
-        fits = lambda name: objection(TRAVELLING[name], ranks, call.heads) is None and (memory or name not in PEERS)
+        fits = lambda name: objection(TRAVELLING[name], ranks, call.heads) is None and (memory or name != "push")
         return {name: TRAVELLING[name] for name in self.strategy if fits(name)}
 
 

@@ -36,7 +36,6 @@ from jax.sharding import Mesh, PartitionSpec
 import ring_attn_jax
 from ring_attn_core import causal
 from ring_attn_core.data.trees import TreeExtents
-from ring_attn_core.problem.strategies import PEERS
 from ring_attn_torch import RingTransformer, ring_attention, tree_extents
 
 from ..kernel.candidates import Case, of_jax, of_torch
@@ -88,7 +87,7 @@ def over_ranks(options: Namespace) -> Iterator[dict[str, Any]]:
     """Yield milliseconds and rates of attention over all GPUs. TFLOP/s are those of a GPU."""
     ranks, dtype = options.cpu or torch.cuda.device_count(), "float32" if options.cpu else "bfloat16"
     case = Case(**HEADS, tokens=1)
-    strategies = [name for name in options.strategy if not (options.cpu and name in PEERS)]
+    strategies = [name for name in options.strategy if not (options.cpu and name == "push")]
     sizes = options.prompt, options.completions, options.length, case.heads, case.kv_heads, case.dim, options.rounds
     found = harness.run_ranks("benchmarks.trees.in_torch", Problem(*sizes, strategies, dtype), ranks, bool(options.cpu))[0]
     own = causal().area(*2 * [options.prompt + options.length])

@@ -1,4 +1,4 @@
-"""The strategies "pull" and "push" between real GPUs: the ring's bits, the same at every run, and no process that hangs."""
+"""The strategy "push" between real GPUs: the ring's bits, the same at every run, and no process that hangs."""
 
 # pyright: reportArgumentType=false
 
@@ -17,7 +17,6 @@ import torch
 
 from ring_attn_core import causal, full, sliding_window
 from ring_attn_core.problem.options import Options
-from ring_attn_core.problem.strategies import PEERS
 from ring_attn_torch import ring_attention
 from ring_attn_torch.call.prepare import Arrays, problem_of
 from ring_attn_torch.ring.reach import with_reach
@@ -46,18 +45,16 @@ import os, sys
 import torch, torch.distributed as dist
 from datetime import timedelta
 from ring_attn_torch import ring_attention
-from ring_attn_torch.ring.strategies.pull import PullPass
 from ring_attn_torch.ring.strategies.push import PushPass
 
-rank, ranks, strategy, step = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1], int(sys.argv[2])
+rank, ranks, step = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(sys.argv[1])
 torch.cuda.set_device(rank % torch.cuda.device_count())
-dist.init_process_group(sys.argv[3], timeout=timedelta(seconds=15))
+dist.init_process_group(sys.argv[2], timeout=timedelta(seconds=15))
 q = torch.randn(1, 256, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-attend = lambda: ring_attention(q, q, q, strategy=strategy).float().sum().backward()
+attend = lambda: ring_attention(q, q, q, strategy="push").float().sum().backward()
 attend()
 torch.cuda.synchronize()
-kind = {"pull": PullPass, "push": PushPass}[strategy]
-arrived, steps = kind.arrived, []
+arrived, steps = PushPass.arrived, []
 
 def dies(self, i):
     steps.append(i)
@@ -65,7 +62,7 @@ def dies(self, i):
         os._exit(9)
     return arrived(self, i)
 
-kind.arrived = dies
+PushPass.arrived = dies
 if rank == ranks - 1 and step == 0:
     os._exit(9)
 attend()
@@ -81,22 +78,20 @@ def nccl():
     pool.close()
 
 
-@pytest.mark.parametrize("strategy", PEERS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_pull_and_push_are_exact_and_out_has_the_rings_bits(nccl, case, strategy):
-    ours, ring = (on_torch.run(nccl, replace(case, strategy=name)) for name in (strategy, "ring"))
+def test_push_is_exact_and_out_has_the_rings_bits(nccl, case):
+    ours, ring = (on_torch.run(nccl, replace(case, strategy=name)) for name in ("push", "ring"))
     check(case, ours, BOUND)
     for name in ("out", "lse", "dq"):
         assert (getattr(ours, name) == getattr(ring, name)).all(), name
 
 
 @pytest.mark.parametrize("ranks", sorted({2, max(GPUS, 2)}))
-@pytest.mark.parametrize("strategy", PEERS)
-def test_a_hundred_runs_with_random_delays_have_the_same_bits(nccl, strategy, ranks):
-    assert nccl(ranks, repeated, strategy, 100) == [0] * ranks
+def test_a_hundred_runs_with_random_delays_have_the_same_bits(nccl, ranks):
+    assert nccl(ranks, repeated, 100) == [0] * ranks
 
 
-def repeated(group: Any, strategy: str, times: int) -> int:
+def repeated(group: Any, times: int) -> int:
     """Return how many of ``times`` runs differ from the first; calls of two sizes alternate."""
     generator = torch.Generator().manual_seed(torch.distributed.get_rank(group))
     make = lambda tokens, heads: torch.randn(1, tokens, heads, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
@@ -107,7 +102,7 @@ def repeated(group: Any, strategy: str, times: int) -> int:
         which = number % 2
         delay = lambda: torch.cuda._sleep(int(torch.randint(1, 3_000_000, (), generator=generator)))
         delay()
-        out = ring_attention(*shards[which], group=group, strategy=strategy)
+        out = ring_attention(*shards[which], group=group, strategy="push")
         delay()
         found = [out.detach(), *torch.autograd.grad(out, shards[which], torch.ones_like(out))]
         expected = first.setdefault(which, found)
@@ -135,7 +130,6 @@ def automatic(group: Any) -> tuple[str, bool, str, bool]:
     return taken, torch.equal(out, expected), inside, torch.equal(captured, expected)
 
 
-@pytest.mark.parametrize("strategy", PEERS)
 @pytest.mark.parametrize("step", [0, 1, GPUS - 1, GPUS, 2 * GPUS - 2] if GPUS > 2 else [0, 1, 2])
 def test_no_process_outlives_a_killed_rank_by_more_than_the_timeout(strategy, step, tmp_path):
     """The last rank ends before the call, or at the ``step``-th arrival of keys.
@@ -143,14 +137,14 @@ def test_no_process_outlives_a_killed_rank_by_more_than_the_timeout(strategy, st
     There are GPUS - 1 arrivals in the forward and as many in the backward.
     At the last arrival a survivor may have all that it needs from it, and ends well.
     """
-    check_survivors(tmp_path, GPUS, "nccl", strategy, step)
+    check_survivors(tmp_path, GPUS, "nccl", step)
 
 
-def check_survivors(folder: Path, ranks: int, backend: str, strategy: str, step: int, **environment: str) -> None:
+def check_survivors(folder: Path, ranks: int, backend: str, step: int, **environment: str) -> None:
     """Run PROGRAM on ``ranks`` processes, and assert that those that outlive the last one name it and end."""
     (folder / "kill.py").write_text(PROGRAM)
     began = time.monotonic()
-    command = [sys.executable, str(folder / "kill.py"), strategy, str(step), backend]
+    command = [sys.executable, str(folder / "kill.py"), str(step), backend]
     failed, said = ended(command, ranks, environment)
     while "EADDRINUSE" in said[0]:  # another process took the port after it was found free
         began = time.monotonic()

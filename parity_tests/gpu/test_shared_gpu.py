@@ -1,4 +1,4 @@
-"""The strategies "pull" and "push" between processes that share one GPU: exact, and the same bits at every run."""
+"""The strategy "push" between processes that share one GPU: exact, and the same bits at every run."""
 
 # pyright: reportArgumentType=false
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from ring_attn_core import causal, full, sliding_window
-from ring_attn_core.problem.strategies import PEERS
 
 from ..support.cases import Case, check
 from ..support.spawn import Ranks
@@ -44,25 +43,22 @@ def on_first_gpu(group: Any, case: Case, *shards: Any) -> Any:
         return on_torch.on_rank(group, case, *shards)
 
 
-def repeated_on_first_gpu(group: Any, strategy: str, times: int) -> int:
+def repeated_on_first_gpu(group: Any, times: int) -> int:
     torch.cuda.set_device(0)
-    return repeated(group, strategy, times)
+    return repeated(group, times)
 
 
-@pytest.mark.parametrize("strategy", PEERS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_pull_and_push_are_exact(gloo, case, strategy):
-    check(case, on_torch.run(gloo, replace(case, strategy=strategy), on_first_gpu), BOUND)
+def test_push_is_exact(gloo, case):
+    check(case, on_torch.run(gloo, replace(case, strategy="push"), on_first_gpu), BOUND)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("strategy", PEERS)
-def test_a_hundred_runs_with_random_delays_have_the_same_bits(gloo, strategy, ranks):
-    assert gloo(ranks, repeated_on_first_gpu, strategy, 100) == [0] * ranks
+def test_a_hundred_runs_with_random_delays_have_the_same_bits(gloo, ranks):
+    assert gloo(ranks, repeated_on_first_gpu, 100) == [0] * ranks
 
 
-@pytest.mark.parametrize("strategy", PEERS)
 @pytest.mark.parametrize("step", range(5))
 def test_no_process_outlives_a_killed_rank_by_more_than_the_timeout(strategy, step, tmp_path):
     """The last of three ranks ends before the call, or at the ``step``-th of its four arrivals of keys."""
-    check_survivors(tmp_path, 3, "gloo", strategy, step, **OVERLAPPING)
+    check_survivors(tmp_path, 3, "gloo", step, **OVERLAPPING)

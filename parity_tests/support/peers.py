@@ -60,10 +60,6 @@ class Mapped(peers.Peers):
     def on_side(self) -> Any:
         return nullcontext()
 
-    def mark(self) -> None: ...
-
-    def await_mark(self, mark: Any) -> None: ...
-
     def keep_alive(self, x: torch.Tensor) -> None: ...
 
     def await_end(self) -> None: ...
@@ -74,6 +70,6 @@ class Mapped(peers.Peers):
 
 @contextmanager
 def mapped() -> Iterator[None]:
-    """Let "pull" and "push" run on CPUs, over files, inside the ``with``."""
+    """Let "push" run on CPUs, over files, inside the ``with``."""
     with patch.dict(peers.MAKERS, {"cpu": Mapped}), patch.object(problem, "check_device", lambda *_: None):
         yield

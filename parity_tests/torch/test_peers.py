@@ -1,4 +1,4 @@
-"""The strategies "pull" and "push" over a stand-in for GPU memory: exact, the same bits at every run, and never stuck."""
+"""The strategy "push" over a stand-in for GPU memory: exact, the same bits at every run, and never stuck."""
 
 # pyright: reportArgumentType=false
 
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from ring_attn_core import causal, full, sliding_window
-from ring_attn_core.problem.strategies import PEERS
 from ring_attn_core.problem.traffic import traffic
 from ring_attn_torch import ring_attention
 from ring_attn_torch.ring import peers, reach
@@ -48,16 +47,14 @@ def over_files(group: Any, case: Case, *shards: Any) -> Any:
         return on_rank(group, case, *shards)
 
 
-@pytest.mark.parametrize("strategy", PEERS)
 @pytest.mark.parametrize("case", first(CASES, 3, 9), ids=str)
-def test_pull_and_push_are_exact_with_every_feature(gloo, case, strategy):
-    check(case, run(gloo, replace(case, strategy=strategy), over_files))
+def test_push_is_exact_with_every_feature(gloo, case):
+    check(case, run(gloo, replace(case, strategy="push"), over_files))
 
 
-@pytest.mark.parametrize("strategy", PEERS)
 @pytest.mark.parametrize(("ranks", "delays"), first([(3, 2), (8, 2), (2, 100), (4, 100)], 1, 2, "campaign"))
-def test_ranks_that_start_at_random_delays_give_the_same_bits(gloo, ranks, delays, strategy):
-    case = Case(strategy=strategy, ranks=ranks, sinks=True, kv_heads=1)
+def test_ranks_that_start_at_random_delays_give_the_same_bits(gloo, ranks, delays):
+    case = Case(strategy="push", ranks=ranks, sinks=True, kv_heads=1)
     expected = run(gloo, case, over_files)
     check(case, expected)
     for number in range(delays):
@@ -79,12 +76,11 @@ def delayed(seed: int, group: Any, case: Case, *shards: Any) -> Any:
         return over_files(group, case, *shards)
 
 
-@pytest.mark.parametrize("strategy", PEERS)
-def test_calls_in_a_row_do_not_mix_their_keys(gloo, strategy):
-    assert gloo(4, in_a_row, strategy) == [True] * 4
+def test_calls_in_a_row_do_not_mix_their_keys(gloo):
+    assert gloo(4, in_a_row) == [True] * 4
 
 
-def in_a_row(group: Any, strategy: str) -> bool:
+def in_a_row(group: Any) -> bool:
     """Return whether forwards one after the other, each with other keys, have the ring's bits, with one slow rank at a time."""
     draws = [torch.randn(3, 1, 8, 2, 4, generator=torch.Generator().manual_seed(i * 4 + dist.get_rank(group))) for i in range(4)]
     expected = [ring_attention(*draw, group=group, strategy="ring") for draw in draws]
@@ -95,21 +91,19 @@ def in_a_row(group: Any, strategy: str) -> bool:
         await_flag(self, *arguments, **keywords)
 
     with mapped(), patch.object(Mapped, "await_flag", late):
-        found = [ring_attention(*draw, group=group, strategy=strategy) for draw in draws]
+        found = [ring_attention(*draw, group=group, strategy="push") for draw in draws]
     return all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("strategy", PEERS)
-def test_calls_of_other_sizes_share_the_buffers(gloo, strategy):
-    small, large = (Case(strategy=strategy, ranks=4, length=length) for length in (37, 150))
+def test_calls_of_other_sizes_share_the_buffers(gloo):
+    small, large = (Case(strategy="push", ranks=4, length=length) for length in (37, 150))
     for case in (small, large, small, large):
         check(case, run(gloo, case, over_files))
 
 
-@pytest.mark.parametrize("strategy", PEERS)
 @pytest.mark.parametrize("case", EVERYTHING[:2], ids=str)
-def test_bytes_copied_between_ranks_are_the_plans(gloo, case, strategy):
-    case = replace(case, strategy=strategy)
+def test_bytes_copied_between_ranks_are_the_plans(gloo, case):
+    case = replace(case, strategy="push")
     counted = gloo(case.ranks, count, case, *(PerRank(*x) for x in case.inputs()))
     assert counted == [sum(each.bytes for each in traffic(problem_of(case, "torch")))] * case.ranks
 
@@ -127,36 +121,34 @@ def count(group: Any, case: Case, *shards: Any) -> int:
     return sum(remote)
 
 
-@pytest.mark.parametrize("strategy", PEERS)
-def test_a_call_in_inference_mode_leaves_buffers_that_training_can_use(gloo, strategy):
-    assert gloo(2, inferred_and_trained, strategy) == [True] * 2
+def test_a_call_in_inference_mode_leaves_buffers_that_training_can_use(gloo):
+    assert gloo(2, inferred_and_trained) == [True] * 2
 
 
-def inferred_and_trained(group: Any, strategy: str) -> bool:
+def inferred_and_trained(group: Any) -> bool:
     q = torch.randn(1, 7, 2, 8, requires_grad=True)
     attend = partial(ring_attention, q, q, q, group=group, layout="contiguous")
     with mapped():
-        peers.free(group, strategy)
+        peers.free(group)
         with torch.inference_mode():
-            out = attend(strategy=strategy)
-        trained = attend(strategy=strategy)
+            out = attend(strategy="push")
+        trained = attend(strategy="push")
         trained.sum().backward()
         with torch.inference_mode():
-            again = attend(strategy=strategy)
+            again = attend(strategy="push")
     return torch.equal(out, trained) and torch.equal(out, again)
 
 
-@pytest.mark.parametrize("strategy", PEERS)
-def test_a_call_on_cpus_is_refused_the_same_on_every_rank(gloo, strategy):
-    words = gloo(2, refused, strategy)
+def test_a_call_on_cpus_is_refused_the_same_on_every_rank(gloo):
+    words = gloo(2, refused)
     assert "copies between the memory of GPUs" in words[0]
     assert words[0] == words[1]
 
 
-def refused(group: Any, strategy: str) -> str:
+def refused(group: Any) -> str:
     q = torch.zeros(1, 4, 2, 8)
-    with pytest.raises(ValueError, match=strategy) as error:
-        ring_attention(q, q, q, group=group, strategy=strategy)
+    with pytest.raises(ValueError, match="push") as error:
+        ring_attention(q, q, q, group=group, strategy="push")
     return str(error.value)
 
 
@@ -170,14 +162,14 @@ def freed_and_broken(group: Any) -> tuple[bool, str]:
     attend = partial(ring_attention, q, q, q, group=group, strategy="push")
     with mapped():
         attend()
-        buffers = weakref.ref(peers._made[group]["push"])
-        peers.free(group, "push")
+        buffers = weakref.ref(peers._made[group])
+        peers.free(group)
         gone = buffers() is None
         with patch.object(push.PushPass, "arrived", side_effect=KeyError), pytest.raises(KeyError):
             attend()
         with pytest.raises(RuntimeError) as error:
             attend()
-        peers.free(group, "push")
+        peers.free(group)
     return gone, str(error.value)[-16:]
 
 
@@ -189,11 +181,11 @@ def called_late(group: Any) -> tuple[list[int], list[int]]:
     """Return who is late for a pass of a window that all ranks have begun, and for the next one."""
     q = torch.ones(1, 4, 2, 8)
     with mapped(), patch.object(Mapped, "read_flags", lambda self: self._flags(self.rank).tolist()):
-        ring_attention(q, q, q, group=group, strategy="pull", layout="contiguous", mask=sliding_window(3))
+        ring_attention(q, q, q, group=group, strategy="push", layout="contiguous", mask=sliding_window(3))
         dist.barrier(group)
-        made = peers._made[group]["pull"]
+        made = peers._made[group]
         late = made.late(made.number), made.late(made.number + 1)
-        peers.free(group, "pull")
+        peers.free(group)
     return late
 
 

@@ -19,9 +19,7 @@ from ..plan.ring import RingPlan
 from ..plan.two_level import TwoLevel, TwoLevelPlan
 from ..plan.ulysses import HeadSplit, Ulysses
 
-STRATEGIES = ("auto", "ring", "direct", "two_way", "gather", "ulysses", "two_level", "pull", "push")
-PEERS = "pull", "push"
-"""The strategies that copy keys between the memories of GPUs. They exist in PyTorch only."""
+STRATEGIES = ("auto", "ring", "direct", "two_way", "gather", "ulysses", "two_level", "push")
 RECORDS = {"ulysses": Ulysses, "two_level": TwoLevel}
 """The option records of strategies, by the name of the strategy."""
 
@@ -31,6 +29,8 @@ Strategy = str | Ulysses | TwoLevel
 
 def check_strategy(strategy: Any) -> None:
     """Raise ValueError if the strategy is unknown."""
+    if strategy == "pull":
+        raise ValueError("strategy='pull' is gone: take strategy='push', which was measured to be as fast or faster")
     if not isinstance(strategy, tuple(RECORDS.values())) and strategy not in STRATEGIES:
         raise ValueError(
             f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGIES)}, or a record such as Ulysses(ranks=2)"
@@ -91,7 +91,7 @@ def objection(strategy: Strategy, ranks: int, heads: int) -> str | None:
 
 def check_device(strategy: Strategy, framework: str, device: str) -> None:
     """Raise ValueError if the strategy does not exist in this framework or on this kind of device."""
-    if name_of(strategy) not in PEERS:
+    if name_of(strategy) != "push":
         return
     if framework == "jax":
         raise ValueError(

@@ -1,8 +1,5 @@
 """The messages and bytes that a rank sends in a call, by strategy, computed from the plan of the call.
 
-With "pull" a rank reads keys from the memory of the rank that owns them. Each read counts as a sent message. Gradients
-of keys are sent as with any other strategy.
-
 Tests compare these numbers with real transfers. ``data/reader.py`` counts the bytes that a rank reads from the files of a
 dataset; ``problem/decode.py`` states how many bytes of one layer's cache a decoding step reads.
 """
@@ -82,7 +79,7 @@ class SentSizes:
 
 
 def traffic(problem: Problem, rank: int = 0) -> tuple[Traffic, Traffic]:
-    """Return the traffic of ``rank`` in a call as a pair (forward, backward). With "pull", reads of keys count as sent."""
+    """Return the traffic of ``rank`` in a call as a pair (forward, backward)."""
     if problem.options.values_in_keys:
         return _traffic(problem, rank)[0], _traffic(problem.ordinary, rank)[1]
     return _traffic(problem, rank)
@@ -141,7 +138,7 @@ def _ring(problem: Problem) -> tuple[Traffic, Traffic]:
 
 
 def _once_a_shift(problem: Problem) -> tuple[Traffic, Traffic]:
-    """Return the traffic (forward, backward) of "two_way", "pull" (its reads) and "push": one shard for each shift but 0."""
+    """Return the traffic (forward, backward) of "two_way" and "push": one shard for each shift but 0."""
     sizes, hops = SentSizes(problem, 0, problem.k_shape[2]), len(problem.plan.hops)
     keys = Traffic(1, sizes.kv * sizes.item + sizes.of_keys).times(hops)
     return keys, keys + Traffic(1, sizes.kv * sizes.wide).times(hops)

@@ -39,14 +39,13 @@ FLAG_BYTES = 4096
 ALIGNMENT = 256
 """Bytes to which each array in a buffer is aligned."""
 
-GRADIENT_SLOTS = 2
-KEY_SLOTS = {"pull": 1, "push": 3}
-"""The number of slots in a rank's buffer: ``GRADIENT_SLOTS`` for gradients, and ``KEY_SLOTS[strategy]`` for keys."""
+GRADIENT_SLOTS, KEY_SLOTS = 2, 3
+"""The number of slots in a rank's buffer for gradients, and for keys."""
 
-BEGUN, READ, GRADIENT_ROOM, KEY_ROOM, GRADIENTS, KEYS = range(6)
-"""The kinds of flags. The first four have one flag for each rank, the last two one for each slot.
+BEGUN, GRADIENT_ROOM, KEY_ROOM, GRADIENTS, KEYS = range(5)
+"""The kinds of flags. The first three have one flag for each rank, the last two one for each slot.
 
-``strategies/pull.py`` and ``strategies/push.py`` say when a rank raises each flag.
+``strategies/push.py`` says when a rank raises each flag.
 """
 
 MOST_VIEWS = 4096
@@ -60,19 +59,17 @@ LAST_WORDS = 10.0
 
 
 class Peers:
-    """The buffers of all ranks of a ring for one strategy. All ranks construct, use and replace them in the same calls. ``keys``,
+    """The buffers of all ranks of a ring. All ranks construct, use and replace them in the same calls. ``keys``,
     ``gradients``: bytes of a slot. ``number``: passes begun, equal on all ranks. ``running``: a pass has not ended. The main
     stream is the caller's current stream; a second stream runs the copies to and from other ranks."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, keys: int, gradients: int, key_slots: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, keys: int, gradients: int) -> None:
         self.rank, self.ranks, self.device = rank_in(group), ranks_of(group), device
         self.keys, self.gradients, self.number, self.running = keys, gradients, 0, False
         self._views: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
-        self.read_in = [0] * self.ranks
-        """For each rank the last pass in which it read this rank's keys."""
         self.neighbours: list[int] = []
         """The ranks with which this rank exchanges the signal BEGUN in the current pass."""
-        self.allocate(group, FLAG_BYTES + GRADIENT_SLOTS * gradients + key_slots * keys)
+        self.allocate(group, FLAG_BYTES + GRADIENT_SLOTS * gradients + KEY_SLOTS * keys)
         exchange("the memory of peers", None, group)  # no rank may write a flag before its owner has set it to 0
 
     def allocate(self, group: dist.ProcessGroup, size: int) -> None:
@@ -93,7 +90,7 @@ class Peers:
         """Begin a pass once the previous one ends. After a failed one raise RuntimeError, since its flags may never come."""
         if self.running:
             raise RuntimeError(
-                'strategy="pull" and "push" cannot go on after a call that ended with an error in the middle: make a new group'
+                'strategy="push" cannot go on after a call that ended with an error in the middle: make a new group'
             )
         self.number, self.running = self.number + 1, True
         self.await_end()
@@ -129,14 +126,6 @@ class Peers:
         """Return a context that queues copies on the second stream, after all work queued so far on the main stream."""
         self.side.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self.side)
-
-    def mark(self) -> Any:
-        """Record a CUDA event after all work queued so far on the second stream, and return the event."""
-        return self.side.record_event()
-
-    def await_mark(self, mark: Any) -> None:
-        """Let the main stream wait for ``mark``, an event of the second stream."""
-        torch.cuda.current_stream(self.device).wait_event(mark)
 
     def keep_alive(self, x: Tensor) -> None:
         """Reserve the memory of a freed ``x`` until the second stream has done all work queued before ``x`` was freed."""
@@ -231,35 +220,34 @@ class Watch(threading.Thread):
 MAKERS: dict[str, type[Peers]] = {"cuda": Peers}
 """The class of the buffers, by device type."""
 
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Peers]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = weakref.WeakKeyDictionary()
 
 
-def peers_of(group: dist.ProcessGroup, strategy: str, keys: Keys, wide: torch.dtype) -> Peers:
-    """Return the group's buffers for a strategy. A slot fits ``keys``, or their gradients in the dtype ``wide``. The first call
-    for a group and strategy, and a call with larger keys, is a collective that allocates and maps buffers."""
+def peers_of(group: dist.ProcessGroup, keys: Keys, wide: torch.dtype) -> Peers:
+    """Return the group's buffers. A slot fits ``keys``, or their gradients in the dtype ``wide``. The first call for a group, and
+    a call with larger keys, is a collective that allocates and maps buffers."""
     if keys.kv.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
-            f'strategy="{strategy}" cannot be captured in a CUDA graph, because its flags take other values at every call: pass '
+            'strategy="push" cannot be captured in a CUDA graph, because its flags take other values at every call: pass '
             'strategy="ring"'
         )
     size = sum(aligned(x.numel() * x.element_size()) for x in keys if x is not None)
     gradients = aligned(keys.kv.numel() * wide.itemsize)
-    made = _made.setdefault(group, {})
-    found = made.get(strategy)
+    found = _made.get(group)
     if found is None:
         check_access(group, keys.kv.device)
     elif found.keys >= size and found.gradients >= gradients:
         return found
     else:
-        free(group, strategy)
+        free(group)
         size, gradients = max(size, found.keys), max(gradients, found.gradients)
-    made[strategy] = MAKERS[keys.kv.device.type](group, keys.kv.device, size, gradients, KEY_SLOTS[strategy])
-    return made[strategy]
+    made = _made[group] = MAKERS[keys.kv.device.type](group, keys.kv.device, size, gradients)
+    return made
 
 
-def free(group: dist.ProcessGroup, strategy: str) -> None:
-    """Wait until no rank uses the group's buffers for a strategy, and drop them, if there are any. All ranks call this."""
-    if (found := _made.get(group, {}).pop(strategy, None)) is not None:
+def free(group: dist.ProcessGroup) -> None:
+    """Wait until no rank uses the group's buffers, and drop them, if there are any. All ranks call this."""
+    if (found := _made.pop(group, None)) is not None:
         if found.device.type == "cuda":
             torch.cuda.synchronize(found.device)
         exchange("free the memory of peers", None, group)  # no rank may still read or write these buffers

@@ -1,6 +1,6 @@
 """The GPUs whose memory each rank can copy, which the ranks of a group exchange once.
 
-The strategies "pull" and "push" need this access; strategy="auto" selects "push" only if the ranks have it.
+The strategy "push" needs this access; strategy="auto" selects it only if the ranks have it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def check_access(group: dist.ProcessGroup, device: torch.device) -> None:
     """Raise ValueError, the same on every rank, if a rank is on another host or its GPU cannot reach the others' memory."""
     if why := access(group, device).cut_off:
         raise ValueError(
-            f'strategy="pull" and "push" copy between GPUs that reach each other\'s memory, and {why}: pass another strategy, or '
+            f'strategy="push" copies between GPUs that reach each other\'s memory, and {why}: pass another strategy, or '
             'strategy="auto", which takes one that can'
         )
 

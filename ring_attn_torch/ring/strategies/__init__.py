@@ -8,7 +8,6 @@ the core. The section "Add a strategy" of CONTRIBUTING.md has the other steps.
 from ..step import Strategy
 from .direct import Direct
 from .gather import Gather
-from .pull import Pull
 from .push import Push
 from .ring import OneWay
 from .two_level import TwoLevels
@@ -22,6 +21,5 @@ STRATEGIES: dict[str, Strategy] = {
     "gather": Gather(),
     "ulysses": HeadExchange(),
     "two_level": TwoLevels(),
-    "pull": Pull(),
     "push": Push(),
 }
