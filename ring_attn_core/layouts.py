@@ -57,12 +57,6 @@ def padded_local(layout: object, ranks: int, length: int) -> int:
     return -(-length // (ranks * runs)) * runs
 
 
-def smaller_rings(layout: object, ranks: int, local: int, length: int) -> list[int]:
-    """Return the divisors of ``ranks`` on which shards of ``local`` tokens hold ``length`` tokens; none if ``ranks`` do."""
-    fitting = [size for size in range(1, ranks + 1) if ranks % size == 0 and padded_local(layout, size, length) == local]
-    return [] if ranks in fitting else fitting
-
-
 def check_ranks(ranks: object) -> None:
     """Raise ValueError if ``ranks`` is not an integer of at least 1."""
     if not is_integer(ranks):

@@ -13,7 +13,7 @@ import pytest
 from ring_attn_core import LAYOUTS, RingPlan, causal
 from ring_attn_core.data.balanced_trees import balanced_tree_layout
 from ring_attn_core.data.placed import check_labels, check_order, where_held
-from ring_attn_core.layouts import ShardLength, gathered_length, padded_local, plain_length
+from ring_attn_core.layouts import ShardLength, gathered_length, plain_length
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.checks import OptionalArray
 from ring_attn_core.problem.options import Options
@@ -22,40 +22,16 @@ from ring_attn_core.problem.problem import Problem
 TREE = balanced_tree_layout([-1, 0, 0], [8, 14, 10], 4)
 
 
-def problem(local: int, ranks: int, framework: str = "torch", kv_local: int | None = None, **options: Any) -> Problem:
+def problem(local: int, ranks: int, kv_local: int | None = None, **options: Any) -> Problem:
     k = (1, local if kv_local is None else kv_local, 4, 8)
-    return Problem(
-        (1, local, 4, 8), k, k, ("float32", "float32", "float32"), "cpu", ranks, Options(**options), framework=framework
-    )
-
-
-@pytest.mark.parametrize("length", [64, 61, 37])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_shards_of_a_smaller_ring_are_refused_with_the_argument_that_names_it(layout, length):
-    local = padded_local(layout, 2, length)
-    for framework, group in (("torch", "group"), ("jax", "axis_name")):
-        words = f"length={length} fits shards of {local} tokens on 2 of the 4 ranks of this ring: pass as {group}= the ring"
-        with pytest.raises(ValueError, match=words):
-            problem(local, 4, framework, layout=layout, length=length).check()
-    with pytest.raises(ValueError, match=f"kv_length={length} fits shards of {local} tokens on 2 of the 4"):
-        problem(padded_local(layout, 4, length), 4, kv_local=local, layout=layout, length=length, kv_length=length).check()
-    problem(local, 2, layout=layout, length=length).check()
+    return Problem((1, local, 4, 8), k, k, ("float32", "float32", "float32"), "cpu", ranks, Options(**options))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_tokens_of_one_rank_are_no_length_of_all(layout):
-    for ranks in (2, 3, 4):
-        with pytest.raises(
-            ValueError, match=f"length=16 fits .* on 1 of the {ranks} ranks of this ring: pass the number of tokens"
-        ):
-            problem(16, ranks, layout=layout, length=16).check()
-    problem(16, 1, layout=layout, length=16).check()
-
-
-def test_shards_may_be_padded_further_and_a_short_sequence_fits_any_ring():
-    for local, length in ((20, 64), (20, 50), (18, 50), (16, 0), (2, 2), (2, 1), (16, None)):
-        problem(local, 4, length=length).check()
-    problem(16, 4, length=32, padded_chunk=True).check()  # a chunk of prefill
+def test_shards_may_be_padded_to_any_size(layout):
+    for local, length in ((20, 64), (20, 50), (18, 50), (16, 0), (2, 1), (16, 32), (16, 16), (16, None)):
+        assert problem(local, 4, layout=layout, length=length).check().seq_local == local
+        problem(local, 4, kv_local=16, layout=layout, length=length, kv_length=32).check()
 
 
 def test_the_layout_of_a_tree_needs_its_key_extents():

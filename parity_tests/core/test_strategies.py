@@ -113,7 +113,6 @@ def test_every_option_of_a_call_is_read_back_from_its_text_and_counts():
         deterministic=True,
         steps=(0, 2),
         v_dim=8,
-        padded_chunk=True,
     )
     assert all(
         getattr(options, field.name) != getattr(Options(), field.name) for field in fields(Options) if field.name != "strategy"

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import combinations, count, product
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
 
 from ring_attn_core import Band, RingPlan, causal, full, sliding_window
 from ring_attn_core.dropout import keep_mask
-from ring_attn_core.layouts import LAYOUTS, padded_local, slots, smaller_rings
+from ring_attn_core.layouts import LAYOUTS, padded_local, slots
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.strategies import Strategy
 from ring_attn_core.reference.oracle import Attention, exact, plain, rounding, visible
@@ -79,12 +79,8 @@ class Case:
         if isinstance(self.layout, BalancedLayout):
             return RingPlan(self.layout, self.mask, self.ranks, self.layout.seq_local)
         keys = self.length if self.kv_length is None else self.kv_length
-        return RingPlan(self.layout, self.mask, self.ranks, self._local(self.length), self._local(keys), self.length, keys)
-
-    def _local(self, length: int) -> int:
-        """Return the least size of a shard with ``more_slots`` that does not fit the tokens on fewer ranks."""
-        sizes = count(padded_local(self.layout, self.ranks, length) + self.more_slots * slots(self.layout), slots(self.layout))
-        return next(local for local in sizes if not smaller_rings(self.layout, self.ranks, local, length))
+        local = [padded_local(self.layout, self.ranks, n) + self.more_slots * slots(self.layout) for n in (self.length, keys)]
+        return RingPlan(self.layout, self.mask, self.ranks, local[0], local[1], self.length, keys)
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:

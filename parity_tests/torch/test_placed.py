@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ring_attn_core import causal, full
-from ring_attn_torch import RingTransformer, document_extents, ring_attention, shard_batch
+from ring_attn_torch import RingTransformer, document_extents, gather, ring_attention, shard_batch, to_layout
 from ring_attn_torch.ring.groups import Group, rank_in, ranks_of
 
 
@@ -50,16 +50,13 @@ def extents_after(group: Group, length: int, mask: Any) -> None:
     model(torch.zeros(1, 4, dtype=torch.long), length=length, extents=extents)
 
 
-def test_shards_for_another_ring_or_in_another_order_are_every_ranks_error_and_nobody_waits(gloo):
+def test_another_length_or_order_and_a_tree_without_key_extents_are_every_ranks_error_and_nobody_waits(gloo):
     """Each rank makes each mistake, and then the right call."""
     outcomes = gloo(4, every_mistake)
     assert outcomes == [outcomes[0]] * 4
     for found, expected in zip(
         outcomes[0],
         (
-            "rank 0: length=37 fits shards of 20 tokens on 2 of the 4 ranks of this ring: pass as group= the ring of the shards",
-            "rank 0: length=37 fits shards of 20 tokens on 2 of the 4 ranks",
-            "rank 0: length=10 fits shards of 10 tokens on 1 of the 4 ranks of this ring: pass the number of tokens of all ranks",
             "the ranks of this ring disagree on length: 38 on rank 0, 37 on ranks 1, 2, 3",
             "extents lie in natural order, and not in the order of the tokens",
             "extents lie in natural order, and not in the order of the tokens",
@@ -74,15 +71,12 @@ def every_mistake(group: Group) -> list[str]:
     ranks, rank = ranks_of(group), rank_in(group)
     ids, documents = torch.arange(37)[None], torch.arange(40)[None] // 7
     model = RingTransformer(vocab=99, dim=16, depth=1, heads=2, group=group)
-    two, four = shard_batch(ids, "zigzag", 2, rank % 2), shard_batch(ids, "zigzag", ranks, rank)
+    four = shard_batch(ids, "zigzag", ranks, rank)
     tree = shard_batch(ids[:, :32], "balanced", ranks, rank, tree=([-1, 0, 0], [8, 14, 10]))
     extents = document_extents(documents).chunk(ranks, 1)[rank].contiguous()
     of = lambda shard, **how: ring_attention(*[torch.ones(1, shard.ids.shape[1], 2, 8)] * 3, group=group, **how)
     found = []
     for call in (
-        lambda: model(two.ids, two.positions, two.length),
-        lambda: of(two, length=two.length),
-        lambda: of(four, length=four.ids.shape[1]),
         lambda: of(four, length=37 + (rank == 0)),
         lambda: of(four, extents=extents),
         lambda: of(four, extents=extents, mask=full()),
@@ -94,6 +88,22 @@ def every_mistake(group: Group) -> list[str]:
     model(four.ids, four.positions, four.length)
     of(tree, layout=tree.layout, key_extents=tree.key_extents)
     return found
+
+
+def test_a_plain_length_may_fit_fewer_ranks(gloo):
+    """A batch of 32 tokens in a bucket of 64: on 2 of the 4 ranks its shards would be full."""
+    gloo(4, in_a_bucket)
+
+
+def in_a_bucket(group: Group) -> None:
+    found = []
+    for bucket in (32, 64):
+        x = torch.zeros(1, bucket, 2, 8, dtype=torch.float64)
+        x[:, :32] = torch.randn(1, 32, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        x = to_layout(x, "zigzag", 4).chunk(4, 1)[rank_in(group)].clone().requires_grad_()
+        ring_attention(x, x, x, group=group, length=32).sin().sum().backward()
+        found.append(gather(x.grad, group=group, length=bucket)[:, :32])  # type: ignore[arg-type]
+    torch.testing.assert_close(*found)
 
 
 def test_labels_that_cross_documents_are_refused():

@@ -26,10 +26,9 @@ NO_COUNT = 2**62
 class Options:
     """The options of one call of ``ring_attention`` or ``attend_block``: its arguments except arrays, ring and position runs.
 
-    ``steps`` and ``padded_chunk`` are not public: dilated attention skips shifts at which no query sees a key, and prefill may
-    pad the shards of its chunks to any size. ``v_dim``: None if v is an array; otherwise the values are the first ``v_dim``
-    columns of k, and only k travels. ``dropout_offset``: global indices of the first batch row and of the first head; -1 for an
-    array on a device, whose value the host does not read.
+    ``steps`` is not public: dilated attention skips shifts at which no query sees a key. ``v_dim``: None if v is an array;
+    otherwise the values are the first ``v_dim`` columns of k, and only k travels. ``dropout_offset``: global indices of the
+    first batch row and of the first head; -1 for an array on a device, whose value the host does not read.
     """
 
     layout: str | BalancedLayout = "zigzag"
@@ -45,7 +44,6 @@ class Options:
     deterministic: bool = False
     steps: tuple[int, ...] | None = None
     v_dim: int | None = None
-    padded_chunk: bool = False
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
@@ -100,14 +98,12 @@ class Options:
         if isinstance(self.layout, BalancedLayout):
             layout = self.layout.runs, self.layout.length, self.layout.documents, self.layout.tree
         names = f"{str(self.strategy)!r}, {self.backend!r}, {self.deterministic}"
-        return f"({layout!r}, {of_numbers}, {names}, {steps}, {self.v_dim}, {self.padded_chunk})"
+        return f"({layout!r}, {of_numbers}, {names}, {steps}, {self.v_dim})"
 
     @classmethod
     def read(cls, text: str, counts: Sequence[int]) -> Options:
         """Build the record from its ``text`` and ``counts``."""
-        layout, scale, softcap, dropout_rate, strategy, backend, deterministic, steps, v_dim, padded_chunk = ast.literal_eval(
-            text
-        )
+        layout, scale, softcap, dropout_rate, strategy, backend, deterministic, steps, v_dim = ast.literal_eval(text)
         length, kv_length, lo, hi = (None if count == NO_COUNT else count for count in counts[:4])
         return cls(
             layout=layout if isinstance(layout, str) else BalancedLayout(*layout),
@@ -123,7 +119,6 @@ class Options:
             deterministic=deterministic,
             steps=None if steps is None else tuple(steps),
             v_dim=v_dim,
-            padded_chunk=padded_chunk,
         )
 
     def as_dict(self) -> dict[str, Any]:

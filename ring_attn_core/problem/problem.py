@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from ..layouts import smaller_rings
 from ..plan.balanced_layout import BalancedLayout
 from ..plan.ring import RingPlan
 from ..records import hashed_once
@@ -111,7 +110,7 @@ class Problem:
             )
         check_device(self.options.strategy, self.framework, self.device)
         check_fit(self.travel, self.ranks, self.q_shape[2])
-        self._check_shards()
+        self._check_tree()
         return self.plan
 
     @property
@@ -156,26 +155,13 @@ class Problem:
                 "For multi-query attention pass 1 kv head."
             )
 
-    def _check_shards(self) -> None:
-        """Raise ValueError if shards seem made for a ring of fewer ranks, or if a layout of trees comes without key extents."""
-        plan, group = self.plan, "group" if self.framework == "torch" else "axis_name"
-        if isinstance(plan.layout, BalancedLayout) and plan.layout.tree and not self.has("key_extents"):
+    def _check_tree(self) -> None:
+        layout = self.plan.layout
+        if isinstance(layout, BalancedLayout) and layout.tree and not self.has("key_extents"):
             raise ValueError(
                 "this balanced layout was made for prefix trees, and without key_extents their branches see each other: pass "
                 "key_extents=shard.key_extents, and longest_path=shard.longest_path to a layer or model"
             )
-        if isinstance(plan.layout, BalancedLayout) or self.options.padded_chunk:
-            return
-        for name, length, local in (("length", plan.length, plan.seq_local), ("kv_length", plan.kv_length, plan.kv_local)):
-            if fitting := smaller_rings(plan.layout, self.ranks, local, length):
-                raise ValueError(
-                    f"{name}={length} fits shards of {local} tokens on {fitting[0]} of the {self.ranks} ranks of this ring: pass "
-                    + (
-                        f"the number of tokens of all ranks as {name}"
-                        if fitting == [1]
-                        else f"as {group}= the ring of the shards"
-                    )
-                )
 
     def _check_dtypes(self) -> None:
         if len(set(self.dtypes)) > 1:

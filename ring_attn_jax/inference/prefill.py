@@ -76,7 +76,6 @@ def prefill(
         softcap=softcap,
         strategy=strategy,
         backend=backend,
-        padded_chunk=True,
     )
     compiled = checked(problem_of(q, k, v, arrays, ring_size(cache.axis_name), options), anywhere=False)
     total = None

@@ -78,7 +78,6 @@ def prefill(
             softcap=softcap,
             strategy=strategy,
             backend=backend,
-            padded_chunk=True,
         )
         if alibi_slopes is not None and not step.fresh:
             raise ValueError(
