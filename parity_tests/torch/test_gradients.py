@@ -55,6 +55,29 @@ def mistaken(group: Any, early: str, twice: str) -> list[Any]:
     return right
 
 
+def test_a_backward_that_one_rank_skipped_is_every_ranks_error(gloo):
+    outcomes = gloo(3, skipped)
+    assert outcomes == [outcomes[0]] * 3
+    assert outcomes[0].startswith(
+        "the gradients of ranks [1] are summed over ranks [0, 1, 2] already, and no backward has changed"
+    )
+
+
+def skipped(group: Any) -> str:
+    """Skip the second backward on rank 1, and return the error."""
+    layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
+    for step in range(2):
+        if step == 0 or group.rank() != 1:
+            layers[0](torch.ones(1, 1)).sum().backward()
+        if step == 0:
+            sum_gradients(layers, group)
+    before = [None if p.grad is None else p.grad.clone() for p in layers.parameters()]
+    with pytest.raises(ValueError, match="no backward has changed them since") as error:
+        sum_gradients(layers, group)
+    assert [p.grad for p in layers.parameters()] == before  # the refused call changed nothing
+    return str(error.value)
+
+
 def test_gradients_are_summed_over_two_axes_of_a_mesh_one_after_the_other(gloo):
     assert gloo(4, over_two_axes) == [10.0] * 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import reduce
 from weakref import WeakKeyDictionary
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ring.groups import Group, is_dtensor, local, ranks_of, ring_of
+from ..ring.groups import Group, is_dtensor, local, rank_in, ranks_of, ring_of
 from .sharded import GradientReduction, dim_ranks, reduced_by_fsdp
 from .weights import named_parameters
 
@@ -55,31 +56,22 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
                 "docs/transformers.md shows"
             )
     earlier = {p: _summed_over(p.grad) for p in parameters.values() if p.grad is not None}
-    if earlier and all(len(members & ranks) > 1 for ranks in earlier.values()):
-        raise ValueError(
-            f"the gradients are summed over ranks {sorted(members)} already, and no backward has changed them since: call "
-            "sum_gradients once, after the last backward of a step"
-        )
-    mine: list[tuple[nn.Parameter, Tensor]] = []
-    missing: list[bool] = []
-    for p, summed in zip(parameters.values(), done, strict=True):
-        if p.grad is None and summed:
-            continue
-        if not summed:
-            missing.append(p.grad is None)
-        p.grad = torch.zeros_like(p) if p.grad is None else _placed(p.grad, p)
-        if p in by_fsdp:
-            p.grad.mul_(by_fsdp[p].divisor)
-        if not summed:
-            mine.append((p, local(p.grad)))
+    is_stale = bool(earlier) and all(len(members & ranks) > 1 for ranks in earlier.values())
+    mine = [p for p, summed in zip(parameters.values(), done, strict=True) if not summed]
+    if is_stale and not mine:
+        raise ValueError(_stale("", members))
     if mine:
-        lacking = _all_reduce([gradient for _, gradient in mine], missing, ring)
-        for (p, _), by_all in zip(mine, lacking, strict=True):
-            p.grad = None if by_all else p.grad
+        placed = [torch.zeros_like(p) if p.grad is None else _placed(p.grad, p) for p in mine]
+        lacking = _all_reduce([local(x) for x in placed], [p.grad is None for p in mine], ring, is_stale)
+        for p, gradient, by_all in zip(mine, placed, lacking, strict=True):
+            p.grad = None if by_all else gradient
         if len(mine) == len(parameters) and all(lacking):
             raise ValueError("no parameter has a gradient on any rank: call sum_gradients after backward, before the step")
     for p in parameters.values():
         if p.grad is not None:
+            p.grad = _placed(p.grad, p)
+            if p in by_fsdp:
+                p.grad.mul_(by_fsdp[p].divisor)
             setattr(p.grad, SUMMED, (_versions(p.grad), members | earlier.get(p, set())))
 
 
@@ -101,16 +93,30 @@ def _placed(gradient: Tensor, p: nn.Parameter) -> Tensor:
     return gradient
 
 
-def _all_reduce(gradients: list[Tensor], missing: list[bool], ring: Group) -> list[bool]:
+def _stale(whose: str, members: Iterable[int]) -> str:
+    return (
+        f"the gradients{whose} are summed over ranks {sorted(members)} already, and no backward has changed them since: call "
+        "sum_gradients once, after the last backward of a step"
+    )
+
+
+def _all_reduce(gradients: list[Tensor], missing: list[bool], ring: Group, is_stale: bool) -> list[bool]:
     """Replace each tensor by its sum over the ranks. Return for each whether it is ``missing`` on all ranks. One all-reduce also
-    counts the ranks that miss each gradient. Only such a rank reads the counts, which waits for the device."""
+    counts the ranks that miss each gradient, and marks the stale ranks, for which all raise the same error. Reading waits for the
+    device: on a GPU only a rank does that misses a gradient or is stale, and the sums of the others become NaN."""
     dtype = reduce(torch.promote_types, (x.dtype for x in gradients), torch.float32)
-    counts = torch.zeros(len(missing), dtype=dtype, device=gradients[0].device)
-    if any(missing):
-        counts += torch.tensor(missing, device=counts.device)
+    seen = [float(x) for x in missing] + [float(is_stale and rank == rank_in(ring)) for rank in range(ranks_of(ring))]
+    counts = torch.zeros(len(seen), dtype=dtype, device=gradients[0].device)
+    if any(seen):
+        counts += torch.tensor(seen, device=counts.device)
     flat = torch.cat([*(x.flatten().to(dtype) for x in gradients), counts])
+    if is_stale:
+        flat[: -len(seen)] = torch.nan
     dist.all_reduce(flat, group=ring)
-    *totals, counts = flat.split([*(x.numel() for x in gradients), len(gradients)])
+    *totals, counts, marks = flat.split([*(x.numel() for x in gradients), len(missing), ranks_of(ring)])
+    members = dist.get_process_group_ranks(ring)
+    if (any(seen) or marks.is_cpu) and (stale := [rank for rank, mark in zip(members, marks.tolist(), strict=True) if mark]):
+        raise ValueError(_stale("" if stale == members else f" of ranks {stale}", members))
     for x, total in zip(gradients, totals, strict=True):
         x.copy_(total.view_as(x))
     return (counts == ranks_of(ring)).tolist() if any(missing) else missing
