@@ -73,7 +73,7 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     ),
     "nothing written": ("{{ messages[0].content }}", [USER, ANSWER], r"row 1: .* no token of message 2 inside {% generation %}"),
     "nothing marked": (
-        "{% generation %}{% endgeneration %}{{ messages[0].content }}",
+        "{% for m in messages %}{% if loop.last %}{% generation %}{% endgeneration %}{% endif %}{{ m.content }}{% endfor %}",
         [USER, ANSWER],
         r"no token of message 2 inside {% generation %}",
     ),
