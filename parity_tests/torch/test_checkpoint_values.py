@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -69,6 +70,8 @@ TENSORS: dict[str, Any] = {
     "float8": lambda: torch.ones(3).to(torch.float8_e4m3fn),
     "complex64": lambda: torch.ones(3, dtype=torch.complex64),
     "uint16": lambda: torch.ones(3, dtype=torch.uint16),
+    "float64": lambda: torch.tensor([1 / 3], dtype=torch.float64),
+    "int64": lambda: torch.tensor([2**53 + 1]),
 }
 
 
@@ -85,3 +88,42 @@ def test_tensors_of_any_dtype_shape_and_stride_come_back(tmp_path):
         expected = make()
         bits = lambda x: x.contiguous().view(torch.uint8) if x.ndim else x
         assert torch.equal(bits(getattr(other, name)), bits(expected)), name
+
+
+def tied(seed: int) -> tuple[Any, Any]:
+    """Return a model whose two layers share a weight, and an optimizer of two groups after a step."""
+    torch.manual_seed(seed)
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "norm": nn.LayerNorm(3), "head": nn.Linear(3, 5, bias=False)})
+    model["head"].weight = model["embed"].weight  # type: ignore[assignment]
+    groups = [{"params": model["embed"].parameters(), "lr": seed + 0.1}, {"params": model["norm"].parameters(), "lr": seed + 0.2}]
+    optimizer = torch.optim.AdamW(groups)
+    model["head"](model["norm"](model["embed"](torch.arange(5)))).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_weight_of_two_names_and_each_group_come_back(tmp_path):
+    (model, optimizer), (other, fresh), checkpoints = tied(0), tied(1), Checkpoints(tmp_path)
+    checkpoints.save(1, model, optimizer)
+    checkpoints.resume(other, fresh)
+    checkpoints.close()
+    assert other["head"].weight is other["embed"].weight
+    for mine, theirs in (
+        (other.state_dict(), model.state_dict()),
+        (fresh.state_dict()["state"], optimizer.state_dict()["state"]),
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert [group["lr"] for group in fresh.param_groups] == [0.1, 0.2]
+
+
+def test_a_checkpoint_that_was_written_anew_is_read_anew(tmp_path):
+    model, checkpoints = nn.Linear(1, 1, bias=False), Checkpoints(tmp_path)
+    for value in (2.0, 3.0):
+        nn.init.constant_(model.weight, value)
+        checkpoints.save(1, model, data=str(value))
+        checkpoints.wait()
+        nn.init.zeros_(model.weight)
+        assert checkpoints.resume(model) == (1, str(value), {})
+        assert model.weight.item() == value
+        rmtree(tmp_path / "step-000000001")
+    checkpoints.close()
