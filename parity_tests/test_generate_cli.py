@@ -90,17 +90,17 @@ def test_jax_writes_the_same_text_also_of_a_folder_of_hugging_faces_and_of_shard
 
 def test_what_cannot_begin_is_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="is no folder with a config"):
-        GenerateSettings(weights=tmp_path, prompt=folder / "prompt.txt")
+        GenerateSettings(weights=tmp_path, prompt_file=folder / "prompt.txt")
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(ValueError, match="is empty"):
-        Text(GenerateSettings(weights=folder / "weights", prompt=tmp_path / "empty.txt"))
+        Text(GenerateSettings(weights=folder / "weights", prompt_file=tmp_path / "empty.txt"))
     (tmp_path / "latin.txt").write_bytes("ä".encode("latin-1"))
     with pytest.raises(ValueError, match="is no text in UTF-8"):
-        Text(GenerateSettings(weights=folder / "weights", prompt=tmp_path / "latin.txt"))
+        Text(GenerateSettings(weights=folder / "weights", prompt_file=tmp_path / "latin.txt"))
     with pytest.raises(ValueError, match="--ranks must be at least 1"):
-        GenerateSettings(weights=folder / "weights", prompt=folder / "prompt.txt", ranks=0)
+        GenerateSettings(weights=folder / "weights", prompt_file=folder / "prompt.txt", ranks=0)
     with pytest.raises(ValueError, match="--dtype must be one of float32, bfloat16, float16, float64, got 'int8'"):
-        GenerateSettings(weights=folder / "weights", prompt=folder / "prompt.txt", dtype="int8")
+        GenerateSettings(weights=folder / "weights", prompt_file=folder / "prompt.txt", dtype="int8")
 
 
 def test_ids_outside_the_vocabulary_are_refused_before_weights_are_loaded(folder, tmp_path):
@@ -109,11 +109,11 @@ def test_ids_outside_the_vocabulary_are_refused_before_weights_are_loaded(folder
     for each in config:
         (tmp_path / "config.json").write_text(json.dumps(each))
         with pytest.raises(ValueError, match=r"prompt.txt, read as bytes, holds 195, and a vocabulary of 128 has 0 to 127"):
-            Text(GenerateSettings(weights=tmp_path, prompt=folder / "prompt.txt", stop=(2,)))
+            Text(GenerateSettings(weights=tmp_path, prompt_file=folder / "prompt.txt", stop=(2,)))
         with pytest.raises(ValueError, match="--stop holds -1, and a vocabulary of 128"):
-            GenerateSettings(weights=tmp_path, prompt=folder / "prompt.txt", stop=(2, -1))
+            GenerateSettings(weights=tmp_path, prompt_file=folder / "prompt.txt", stop=(2, -1))
     with pytest.raises(ValueError, match=r"eos_token_id of config.json holds 128, and a vocabulary of 128"):
-        GenerateSettings(weights=tmp_path, prompt=folder / "prompt.txt")
+        GenerateSettings(weights=tmp_path, prompt_file=folder / "prompt.txt")
 
 
 def test_the_speed_is_of_tokens_that_wait_for_nothing_but_their_step():
@@ -123,7 +123,7 @@ def test_the_speed_is_of_tokens_that_wait_for_nothing_but_their_step():
 
 
 def test_characters_of_several_tokens_come_whole(folder, tmp_path):
-    text = Text(GenerateSettings(weights=folder / "weights", prompt=folder / "prompt.txt"))
+    text = Text(GenerateSettings(weights=folder / "weights", prompt_file=folder / "prompt.txt"))
     assert text.ids == list(PROMPT.encode())
     assert [text.add(x) for x in "aä€".encode()] == ["a", "", "ä", "", "", "€"]
     assert text.add(300) == "" and text.add(0xC3) == "" and text.end() == "\ufffd"
@@ -140,8 +140,8 @@ def test_a_tokenizer_beside_the_weights_is_used(folder, tmp_path):
     made.train_from_iterator([PROMPT] * 4, trainer)
     made.save(str(path))
     (tmp_path / "config.json").write_text(json.dumps({"vocab": 270}))
-    text = Text(GenerateSettings(weights=tmp_path, prompt=folder / "prompt.txt"))
+    text = Text(GenerateSettings(weights=tmp_path, prompt_file=folder / "prompt.txt"))
     with pytest.raises(ValueError, match=r"tokenizer.json, holds \d+, and a vocabulary of 256 has 0 to 255"):
-        Text(GenerateSettings(weights=folder / "weights", prompt=folder / "prompt.txt", tokenizer=path))
+        Text(GenerateSettings(weights=folder / "weights", prompt_file=folder / "prompt.txt", tokenizer=path))
     assert 1 < len(text.ids) < len(PROMPT.encode())
     assert "".join(text.add(x) for x in [*text.ids, *text.ids]) == PROMPT * 2

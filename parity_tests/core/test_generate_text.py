@@ -38,14 +38,14 @@ def test_a_terminal_is_shown_control_characters_as_escapes_and_a_pipe_gets_them(
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: terminal)
     monkeypatch.setattr(sys, "stdout", out)
-    with run.GenerateWatch(Text(GenerateSettings(weights=weights, text="x")), Console(file=io.StringIO())) as watch:
+    with run.GenerateWatch(Text(GenerateSettings(weights=weights, prompt="x")), Console(file=io.StringIO())) as watch:
         for token in STEERING.encode():
             watch("token", token)
     assert out.getvalue() == expected + "\n"
 
 
 def test_a_prompt_of_the_command_line_is_its_bytes(weights: Path):
-    assert Text(GenerateSettings(weights=weights, text="é\n")).ids == [0xC3, 0xA9, 0x0A]
+    assert Text(GenerateSettings(weights=weights, prompt="é\n")).ids == [0xC3, 0xA9, 0x0A]
 
 
 def generate(weights: Path, *options: str):

@@ -48,25 +48,9 @@ def generate(
     ] = False,
 ) -> None:
     """Continue a prompt with a language model. Write the new text to stdout and the progress to stderr."""
+    options = locals()
     with errors_in_one_line():
         from .run import run
         from .settings import GenerateSettings
 
-        settings = GenerateSettings(
-            weights=weights,
-            prompt=prompt_file,
-            text=prompt,
-            framework=framework,
-            ranks=ranks,
-            new=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop=tuple(stop) if stop else None,
-            chunk=chunk,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            shard_weights=shard_weights,
-        )
-        run(settings)
+        run(GenerateSettings(**options))

@@ -28,13 +28,13 @@ def run(settings: GenerateSettings) -> None:
     text = Text(settings)
     with GenerateWatch(text, Console(stderr=True, highlight=False)) as watch:
         if settings.framework == "jax":
-            from . import jax_side
+            from . import jax_worker
 
-            jax_side.run(settings, text.ids, watch)
+            jax_worker.run(settings, text.ids, watch)
             return
         with Crews(PATIENCE) as crews:
             members = [(rank, settings, text.ids, crews.store) for rank in range(settings.ranks)]
-            crews.start("PyTorch", "ring_attn_cli.generate.torch_side", members)
+            crews.start("PyTorch", "ring_attn_cli.generate.torch_worker", members)
             for message in crews.messages():
                 watch(message.kind, message.data)
 
