@@ -6,6 +6,7 @@ has the same width for every plan.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.runs import Run
 
 from ..output_files import check_writable
-from .cells import STEPS, Axis, colour, computed, self_attention
+from .cells import STEPS, Axis, channels, colour, computed, mix, self_attention
 from .words import short, title, travel_in_words
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ _CELLS = 64
 
 _ACROSS = 4
 """Most matrices in a row."""
+
+Tints = list[list[str | None]]
+"""The colours of a matrix of cells, ``#rrggbb``; None: no colour."""
 
 
 def check(path: Path) -> None:
@@ -84,14 +88,15 @@ def draw(plan: RingPlan) -> Figure:
         _strip(panel(_LEFT, y, _WIDTH - _LEFT - _RIGHT, _STRIP), Axis.of(plan, 256, keys=name == "keys"))
 
     queries, keys = Axis.of(plan, _CELLS, keys=False), Axis.of(plan, _CELLS, keys=True)
-    codes = [[int(_visible(plan, queries, keys, a, b)) for b in range(len(keys.cells))] for a in range(len(queries.cells))]
+    tints = [[_LATER if seen else None for seen in line] for line in _visible(plan, queries, keys)]
     for step, shift in enumerate(shown):
         x, y = _LEFT + step % _ACROSS * (side + _GAP), top + step // _ACROSS * row
         words(x + side * _INSET, y - 0.27, f"step {step}", weight="bold")
         quiet(x + side * _INSET, y - 0.08, "each rank's own keys" if shift == 0 else f"keys from rank \N{MINUS SIGN} {shift}")
         axes = panel(x, y, side, side)
-        codes = _take(codes, computed(plan, queries, keys, shift))
-        _matrix(axes, queries, keys, codes)
+        ranks = computed(plan, queries, keys, shift)
+        _matrix(axes, queries, keys, _choose(ranks, colour, tints))
+        tints = _choose(ranks, lambda rank: mix(colour(rank), 3), tints)
         if step % _ACROSS == 0:
             axes.set_ylabel("query position", color=_QUIET, size=10.5)
         else:
@@ -114,17 +119,17 @@ def draw(plan: RingPlan) -> Figure:
 
 def _strip(axes: Axes, axis: Axis) -> None:
     """Draw the tokens of one sequence from left to right in the colours of their ranks."""
-    codes, edges = _holders(axis), _edges(axis)
-    _cells(axes, edges, [0, 1], [codes])
+    tints, edges = _holders(axis), _edges(axis)
+    _cells(axes, edges, [0, 1], [tints])
     first = 0
-    for code, cells in groupby(codes):
+    for tint, cells in groupby(tints):
         end = first + len(list(cells))
         x0, x1 = edges[first], min(edges[end], axis.length)
         room = (x1 - x0) / axis.held * (_WIDTH - _LEFT - _RIGHT)
-        if code and room > 0.14:
+        if tint and room > 0.14:
             rank = axis.ranks(first)[0]
-            label, tint = f"rank {rank}" if room > 0.6 else f"{rank}", _on(colour(rank))
-            axes.text((x0 + x1) / 2, 0.47, label, ha="center", va="center", color=tint, size=11, weight="bold")
+            label = f"rank {rank}" if room > 0.6 else f"{rank}"
+            axes.text((x0 + x1) / 2, 0.47, label, ha="center", va="center", color=_on(tint), size=11, weight="bold")
             axes.vlines([x0, x1], 0, 1, color="white", linewidth=1)
         first = end
     _pad(axes, axis.length, 0, axis.held - axis.length, 1)
@@ -132,25 +137,21 @@ def _strip(axes: Axes, axis: Axis) -> None:
     axes.set_xticks(*_ticks(axis))
 
 
-def _take(codes: list[list[int]], step: list[list[int | None]]) -> list[list[int]]:
-    """Return a matrix's colour codes after one more step. ``step``: the rank that computes each cell at this step, or None.
-    0: the mask hides all pairs; 1: computed later; ``2 + 2 * (r % 16)``: by rank ``r`` earlier; ``3 + 2 * (r % 16)``: at this
-    step."""
-    return [
-        [code - (code > 2) * (code % 2) if rank is None else 3 + 2 * (rank % 16) for code, rank in zip(*line, strict=True)]
-        for line in zip(codes, step, strict=True)
-    ]
+def _choose(ranks: list[list[int | None]], tint: Callable[[int], str], others: Tints) -> Tints:
+    """Return ``tint(rank)`` for each cell with a rank, and the colour in ``others`` for each without."""
+    lines = zip(ranks, others, strict=True)
+    return [[old if rank is None else tint(rank) for rank, old in zip(*line, strict=True)] for line in lines]
 
 
-def _matrix(axes: Axes, queries: Axis, keys: Axis, codes: list[list[int]]) -> None:
-    """Draw the matrix of one step in the colours of its ``codes`` (see ``_take``), and the ranks of the tokens on its edges."""
+def _matrix(axes: Axes, queries: Axis, keys: Axis, tints: Tints) -> None:
+    """Draw the matrix of one step, and the ranks of the tokens on its edges."""
     x, y, wide, high = _edges(keys), _edges(queries), max(keys.held, 1) * _INSET, max(queries.held, 1) * _INSET
-    _cells(axes, x, y, codes)
+    _cells(axes, x, y, tints)
     if max(len(x), len(y)) < 40:
         axes.vlines(x, 0, queries.length, color="white", linewidth=0.4)
         axes.hlines(y, 0, keys.length, color="white", linewidth=0.4)
     _cells(axes, x, [-0.9 * high, -0.35 * high], [_holders(keys)])
-    _cells(axes, [-0.9 * wide, -0.35 * wide], y, [[code] for code in _holders(queries)])
+    _cells(axes, [-0.9 * wide, -0.35 * wide], y, [[tint] for tint in _holders(queries)])
     _pad(axes, keys.length, 0, keys.held - keys.length, queries.held)
     _pad(axes, 0, queries.length, keys.length, queries.held - queries.length)
     axes.plot([0, keys.held, keys.held, 0, 0], [0, 0, queries.held, queries.held, 0], color=_HATCH, linewidth=0.8)
@@ -159,23 +160,12 @@ def _matrix(axes: Axes, queries: Axis, keys: Axis, codes: list[list[int]]) -> No
     axes.set_yticks(*_ticks(queries))
 
 
-def _cells(axes: Axes, x: list[float], y: list[float], codes: list[list[int]]) -> None:
-    """Draw the cells between edges ``x`` and ``y`` by ``codes``, one path a colour: no seams, and a small SVG."""
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path
+def _cells(axes: Axes, x: list[float], y: list[float], tints: Tints) -> None:
+    """Draw the cells between edges ``x`` and ``y``, also in an SVG as pixels: paths would show seams and make a large file."""
+    from matplotlib.colors import to_rgba
 
-    corners: dict[int, list[tuple[float, float]]] = {}
-    for y0, y1, line in zip(y, y[1:], codes, strict=False):
-        first = 0
-        for code, cells in groupby(line):
-            end = first + len(list(cells))
-            corners.setdefault(code, []).extend([(x[first], y0), (x[end], y0), (x[end], y1), (x[first], y1), (x[first], y0)])
-            first = end
-    draw_box = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
-    for code, points in sorted(corners.items()):
-        if code:
-            tint = _LATER if code == 1 else colour(code // 2 - 1) if code % 2 else _pale(colour(code // 2 - 1))
-            axes.add_patch(PathPatch(Path(points, draw_box * (len(points) // 5)), facecolor=tint, linewidth=0))
+    if min(len(x), len(y)) > 1:
+        axes.pcolormesh(x, y, [[to_rgba(tint or "none") for tint in line] for line in tints], rasterized=True)
 
 
 def _bars(axes: Axes, plan: RingPlan) -> None:
@@ -199,15 +189,15 @@ def _bars(axes: Axes, plan: RingPlan) -> None:
     )
 
 
-def _visible(plan: RingPlan, queries: Axis, keys: Axis, a: int, b: int) -> bool:
-    """Return True if the mask admits any pair of query cell ``a`` and key cell ``b``."""
-    q, k = (Run(c * x.block, x.block).before(x.length) for c, x in ((a, queries), (b, keys)))
-    return plan.mask.onto(q, k).area(q.length, k.length) > 0
+def _visible(plan: RingPlan, queries: Axis, keys: Axis) -> list[list[bool]]:
+    """Return for [query cell][key cell] whether the mask admits any pair of it."""
+    q_runs, k_runs = ([Run(c * x.block, x.block).before(x.length) for c in range(len(x.cells))] for x in (queries, keys))
+    return [[plan.mask.onto(q, k).area(q.length, k.length) > 0 for k in k_runs] for q in q_runs]
 
 
-def _holders(axis: Axis) -> list[int]:
-    """Return each cell's colour code (see ``_take``): ``3 + 2 * (r % 16)`` if a rank ``r`` holds tokens of it, 0 for padding."""
-    return [3 + 2 * (axis.ranks(cell)[0] % 16) if axis.cells[cell] else 0 for cell in range(len(axis.cells))]
+def _holders(axis: Axis) -> list[str | None]:
+    """Return the colour of a rank that holds tokens of each cell, None for padding."""
+    return [colour(axis.ranks(cell)[0]) if held else None for cell, held in enumerate(axis.cells)]
 
 
 def _pad(axes: Axes, x: float, y: float, wide: float, high: float) -> None:
@@ -227,15 +217,7 @@ def _ticks(axis: Axis) -> tuple[list[int], list[str]]:
     return ticks, [short(tick) for tick in ticks]
 
 
-def _channels(tint: str) -> list[int]:
-    return [int(tint[i : i + 2], 16) for i in (1, 3, 5)]
-
-
-def _pale(tint: str) -> str:
-    return "#" + "".join(f"{255 - (255 - channel) * 3 // 10:02X}" for channel in _channels(tint))
-
-
 def _on(tint: str) -> str:
     """Return the text colour on ``tint``: white, or dark if ``tint`` is light."""
-    red, green, blue = _channels(tint)
+    red, green, blue = channels(tint)
     return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 175 else _INK

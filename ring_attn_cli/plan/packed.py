@@ -5,7 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from ring_attn_core import layouts
 from ring_attn_core.plan.balanced import RankWork, balanced_layout, work_of
@@ -19,11 +24,6 @@ from ring_attn_core.runs import Band, Run
 from .options import check_drawn, read_words
 from .terminal import rank_cell
 from .words import mask_in_words, short
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-    from rich.text import Text
 
 BALANCED = "balanced"
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -96,8 +96,6 @@ def read_documents(text: str) -> tuple[int, ...]:
 
 def answer(layout: str, documents: tuple[int, ...], mask: Band, ranks: int, width: int) -> RenderableType:
     """Return a rich renderable for ``width`` columns: a drawing of ``layout``, and tables of its ranks and of all layouts."""
-    from rich.console import Group
-    from rich.text import Text
 
     drawn = PackedPlan.of(layout, documents, mask, ranks)
     others = [PackedPlan.of(name, documents, mask, ranks) for name in (BALANCED, *layouts.LAYOUTS) if name != layout]
@@ -142,7 +140,6 @@ def strips(plan: PackedPlan, width: int, what: str = "documents") -> list[Text]:
     """Draw the positions as text lines of equal cells: the documents, below them the ranks, and a legend.
     A cell shows the letter of the document that fills more than half of it, else ".", and the rank with most of its tokens; "/"
     marks padding. ``what``: the heading, a plural."""
-    from rich.text import Text
 
     held = plan.seq_local * len(plan.runs)
     block = max(-(-held // max(width - 28, width // 2)), 1)
@@ -172,14 +169,9 @@ def rank_table(
 ) -> Table:
     """Return a table with a row for each rank: its runs, documents, pairs, share of the mean work, and keys of other ranks.
     ``documents``: for each rank, (wholly on it, with any token on it). ``sent``: keys that it sends under "direct", if shown."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, padding=0)
-    table.add_column("rank", no_wrap=True)
-    for name in ("runs", f"{what} whole", "in part", "pairs", "share", "keys of other ranks", *(["keys sent"] if sent else [])):
-        table.add_column(name, justify="right")
+    names = "runs", f"{what} whole", "in part", "pairs", "share", "keys of other ranks", *(["keys sent"] if sent else [])
+    table = _number_table("rank", names)
     mean = sum(each.pairs for each in plan.work) / len(plan.work)
     for rank, (work, (whole, some)) in enumerate(zip(plan.work, documents, strict=True)):
         share = f"{work.pairs / mean:.3f}" if mean else "-"
@@ -191,17 +183,21 @@ def rank_table(
 
 def layout_table(plans: list[PackedPlan]) -> Table:
     """Return a table with a row per plan: balance, most pairs of any rank, remote keys of all ranks, and ``PackedPlan.share``."""
-    from rich import box
-    from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=0)
-    table.add_column("layout", no_wrap=True)
-    for name in ("balance", "most pairs", "keys of other ranks", "of a ring"):
-        table.add_column(name, justify="right")
+    table = _number_table("layout", ("balance", "most pairs", "keys of other ranks", "of a ring"))
     for plan in plans:
         remote = sum(each.remote for each in plan.work)
         pairs = short(int(max(each.pairs for each in plan.work)))
         table.add_row(plan.layout, f"{plan.balance:.3f}", pairs, f"{remote:,}", f"{100 * plan.share:.1f} %")
     table.caption = "of a ring: keys of other ranks that are seen, as a share of those that a ring sends"
     table.caption_justify = "left"
+    return table
+
+
+def _number_table(label: str, names: Sequence[str]) -> Table:
+    """Return an empty table with a column of labels and right-aligned columns of numbers."""
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    table.add_column(label, no_wrap=True)
+    for name in names:
+        table.add_column(name, justify="right")
     return table

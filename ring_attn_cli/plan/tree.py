@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from ring_attn_core import layouts
 from ring_attn_core.data.balanced_trees import balanced_tree_layout, tree_work
@@ -12,9 +14,6 @@ from ring_attn_core.data.trees import Tree, trees_of
 from .options import check_drawn, read_words
 from .packed import BALANCED, PackedPlan, layout_table, rank_table, runs_of, strips
 from .words import short
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 def read_tree(text: str) -> Tree:
@@ -45,8 +44,6 @@ def plan_of(layout: str, tree: Tree, ranks: int) -> PackedPlan:
 
 def answer(layout: str, tree: Tree, ranks: int, width: int) -> RenderableType:
     """Return a rich renderable for ``width`` columns: a drawing of ``layout``, and tables of its ranks and of all layouts."""
-    from rich.console import Group
-    from rich.text import Text
 
     drawn = plan_of(layout, tree, ranks)
     others = [plan_of(name, tree, ranks) for name in (BALANCED, *layouts.LAYOUTS) if name != layout]
