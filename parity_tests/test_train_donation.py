@@ -19,9 +19,9 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from flax import nnx  # noqa: E402
 
-from ring_attn_cli.train import jax_side  # noqa: E402
+from ring_attn_cli.train import jax_worker  # noqa: E402
 from ring_attn_cli.train.config import Config  # noqa: E402
-from ring_attn_cli.train.jax_side import JaxSide, mesh_of  # noqa: E402
+from ring_attn_cli.train.jax_worker import JaxTrainer, make_mesh  # noqa: E402
 from ring_attn_core.model.lora import LoRA  # noqa: E402
 from ring_attn_jax import RingTransformer, save_weights  # noqa: E402
 
@@ -43,14 +43,14 @@ def config_in(folder: Path, way: str) -> Config:
 
 
 @contextmanager
-def opened(config: Config) -> Iterator[JaxSide]:
+def opened(config: Config) -> Iterator[JaxTrainer]:
     with jax.enable_x64(config.lora is None):
-        side = JaxSide(config, mesh_of(config))
+        side = JaxTrainer(config, make_mesh(config))
         yield side
         side.close()
 
 
-def state_of(side: JaxSide) -> list[jax.Array]:
+def state_of(side: JaxTrainer) -> list[jax.Array]:
     return jax.tree.leaves(nnx.state((side._model, side._optimizer)))
 
 
@@ -64,14 +64,14 @@ def test_a_step_writes_the_new_state_in_place_of_the_old(way: str, tmp_path: Pat
     with opened(config_in(tmp_path, way)) as side:
         microbatches = list(itertools.islice(iter(side.data), 2))
         graph, state = nnx.split((side._model, side._optimizer))
-        rest = side._placed(microbatches), jnp.asarray(side._config.seed)
-        how = side._how(microbatches[0])
-        compiled: Any = side._step.lower(graph, state, *rest, how).compile()
+        rest = side._place(microbatches), jnp.asarray(side._config.seed)
+        static = side._static(microbatches[0])
+        compiled: Any = side._step.lower(graph, state, *rest, static).compile()
         old = state_of(side)
         held = sum(x.addressable_shards[0].data.nbytes for x in old)
         assert compiled.memory_analysis().alias_size_in_bytes == held
         assert compiled.as_text().split("entry_computation_layout")[0].count("may-alias") == len(old)
-        expected = jax.jit(jax_side._step, static_argnames=("graph", "how"))(graph, state, *rest, how)
+        expected = jax.jit(jax_worker._step, static_argnames=("graph", "static"))(graph, state, *rest, static)
         found = compiled(state, *rest)
         assert all(x.is_deleted() for x in old)
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

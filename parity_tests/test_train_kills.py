@@ -33,21 +33,21 @@ PATIENCE = 300.0
 
 def in_torch(pipe: Connection, config: Config, rank: int, store: str) -> None:
     """What a process of the command does."""
-    from ring_attn_cli.train import torch_side
+    from ring_attn_cli.train import torch_worker
 
-    torch_side.work(lambda kind, values: pipe.send((kind, values)), rank, config, store)
+    torch_worker.work(lambda kind, values: pipe.send((kind, values)), rank, config, store)
 
 
 def in_jax(pipe: Connection, config: Config, rank: int, store: str) -> None:
     import jax
 
-    from ring_attn_cli.train import jax_side
+    from ring_attn_cli.train import jax_worker
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_compilation_cache_dir", str(Path(config.data.folder, ".compiled")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax_side.on_cpus(config, 1)
-    jax_side.run(config, lambda kind, values: pipe.send((kind, values)))
+    jax_worker.split_cpu(config, 1)
+    jax_worker.run(config, lambda kind, values: pipe.send((kind, values)))
 
 
 class Run:
@@ -106,7 +106,7 @@ class Run:
 def server() -> Any:
     """Processes that have imported both frameworks when they begin."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ring_attn_cli.train.torch_side", "ring_attn_cli.train.jax_side"])
+    context.set_forkserver_preload(["ring_attn_cli.train.torch_worker", "ring_attn_cli.train.jax_worker"])
     return context
 
 

@@ -30,7 +30,7 @@ from ring_attn_cli.train import lock
 from ring_attn_cli.train.config import Config
 
 if __name__ == "__main__":
-    with lock.held(Config(out=sys.argv[1])):
+    with lock.hold(Config(out=sys.argv[1])):
         rank = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
         rank.start()
         print(rank.pid, flush=True)
@@ -51,13 +51,13 @@ def test_a_killed_run_blocks_nobody(tmp_path: Path):
         who = (
             rf"run is in use: process {run.pid} on {socket.gethostname()} trains there\. Wait for its end, or pass another --out"
         )
-        with pytest.raises(ValueError, match=who), lock.held(config):
+        with pytest.raises(ValueError, match=who), lock.hold(config):
             pass
         run.kill()
         run.wait()
         os.kill(rank, 0)  # the rank lives on, and does not hold the lock
         for _ in range(2):  # nor does what was refused, or came to its end
-            with lock.held(config), pytest.raises(ValueError, match=f"process {os.getpid()} on"), lock.held(config):
+            with lock.hold(config), pytest.raises(ValueError, match=f"process {os.getpid()} on"), lock.hold(config):
                 pass
     finally:
         os.kill(rank, signal.SIGKILL)
@@ -72,7 +72,7 @@ def test_where_there_are_no_locks_nobody_is_kept_out(number: int, tmp_path: Path
 
     monkeypatch.setattr("fcntl.flock", flock)
     config = Config(out=str(tmp_path))
-    with lock.held(config), lock.held(config):
+    with lock.hold(config), lock.hold(config):
         pass
 
 
@@ -87,7 +87,7 @@ def test_a_folder_that_cannot_be_written_is_refused_everywhere(tmp_path: Path):
     for first in (True, False):
         with (
             pytest.raises(ValueError, match=r"run/\.lock cannot be written .* pass another --out"),
-            lock.held(config, first, of_first),
+            lock.hold(config, first, of_first),
         ):
             pass
     assert told[1] == ""
@@ -100,7 +100,7 @@ def taken(tmp_path: Path):
     data = f"[data]\nfolder = '{tmp_path / 'data'}'\npattern = '**/*.txt'\nheld_out = '**/*.txt'\nlength = 64\n"
     path = tmp_path / "config.toml"
     path.write_text(f"out = '{tmp_path / 'run'}'\n[ring]\nranks = 2\n[passkey]\nlengths = []\n{data}")
-    with lock.held(Config(out=str(tmp_path / "run"))):
+    with lock.hold(Config(out=str(tmp_path / "run"))):
         yield ["train", str(path)]
 
 
@@ -144,6 +144,6 @@ def test_torch_ranks_hear_the_first(gloo):
 
 
 def on_rank(group) -> str:
-    from ring_attn_cli.train import torch_side
+    from ring_attn_cli.train import torch_worker
 
-    return torch_side.of_first(f"rank {group.rank()} says so", group)
+    return torch_worker.share_text(f"rank {group.rank()} says so", group)

@@ -29,7 +29,7 @@ from ring_attn_torch import RingTransformer, from_numpy, load_weights, save_llam
 
 from .support import corpus  # noqa: E402
 from .support.selection import first  # noqa: E402
-from .test_train_parity import in_jax, numbers, on_ranks, weights  # noqa: E402
+from .test_train_parity import numbers, on_ranks, weights, work  # noqa: E402
 
 CLOSE = 1e-5
 """The largest relative difference of losses in float32."""
@@ -55,7 +55,7 @@ def config_of(base: Path, out: Path, **ring: Any) -> Config:
         init_from=str(base / "model"),
         lora=ADAPTERS,
         data=Data(folder=str(base / "data"), pattern="**/*.txt", held_out="**/*.txt", length=48, batch_size=1, accumulate=2),
-        optimizer=Optimizer(schedule=({"name": "constant_schedule", "value": 2e-2},)),
+        optimizer=Optimizer(learning_rate=2e-2, warmup=0, schedule="constant"),
         ring=replace(RingConfig(ranks=2, chunk=20), **ring),
         evaluation=Evaluation(every=3, batches=1, buckets=2),
         passkey=Passkeys(lengths=()),
@@ -72,10 +72,6 @@ def expected(base: Path, gloo, tmp_path_factory: pytest.TempPathFactory) -> Conf
 
 def adapters(config: Config) -> dict[str, np.ndarray]:
     return load_file(Path(config.out, "adapters", "adapter_model.safetensors"))
-
-
-def work(framework: str, gloo, config: Config) -> None:
-    in_jax(config) if framework == "jax" else gloo(config.ring.ranks, on_ranks, config)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,11 @@ import torch  # noqa: E402
 from flax import nnx  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
-from ring_attn_cli.train import jax_side  # noqa: E402
+from ring_attn_cli.train import jax_worker  # noqa: E402
 from ring_attn_cli.train.config import Config, Data, Evaluation, Optimizer, Passkeys, RingConfig  # noqa: E402
-from ring_attn_cli.train.jax_side import JaxSide, compiler_options, mesh_of  # noqa: E402
+from ring_attn_cli.train.jax_worker import JaxTrainer, compiler_options, make_mesh  # noqa: E402
 from ring_attn_cli.train.loop import lines, train  # noqa: E402
-from ring_attn_cli.train.torch_side import RankPlace, TorchSide  # noqa: E402
+from ring_attn_cli.train.torch_worker import RankPlace, TorchTrainer  # noqa: E402
 from ring_attn_torch.ring.groups import local  # noqa: E402
 
 from .support import corpus  # noqa: E402
@@ -55,39 +56,31 @@ def config_of(folder: Path, name: str, ranks: int, steps: int = 10) -> Config:
     )
 
 
-def of_rows(config: Config) -> Config:
-    """The same run on the lines of a file, with two schedules of the learning rate one after the other."""
-    folder = Path(config.data.folder)
-    texts = [path.read_text() for path in sorted(folder.rglob("*.txt"))]
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"content": text}) + "\n" for text in texts))
-    warm = {"name": "linear_schedule", "init_value": 0.0, "end_value": 1e-2, "until": 3}
-    optimizer = replace(config.optimizer, warmup=20, schedule=(warm, {"name": "CosineAnnealingLR", "eta_min": 1e-4}))
-    data = replace(config.data, pattern="*.jsonl", held_out="*.jsonl", column="content")
-    return replace(config, data=data, optimizer=optimizer)
+def stop_before(trainer: Any, step: int) -> None:
+    """Let step ``step``, from 0, raise Stopped in each process, after the checkpoints before it are complete; 0: never."""
+    make_step = trainer.step
+
+    def limited(number: int, microbatches: list[Any]) -> Any:
+        if number == step > 0:
+            trainer._checkpoints.close()
+            raise Stopped
+        return make_step(number, microbatches)
+
+    trainer.step = limited
 
 
 def on_ranks(group: Any, config: Config, stop: int = 0) -> None:
-    """What one rank does; it is stopped before the lines of step ``stop`` are told."""
-    side = TorchSide(config, RankPlace(group, group, 0, torch.device("cpu")))
-
-    def tell(kind: str, line: dict[str, Any]) -> None:
-        if kind == "step" and line["step"] == stop:
-            side._checkpoints.close()
-            raise Stopped
-
-    train(config, side, tell)
+    """Train as one rank; ``stop``: the number of steps after which it is stopped, or 0."""
+    trainer = TorchTrainer(config, RankPlace(group, group, 0, torch.device("cpu")))
+    stop_before(trainer, stop)
+    train(config, trainer, lambda kind, line: None)
 
 
 def in_jax(config: Config, stop: int = 0) -> None:
     with jax.enable_x64(True):
-        side = JaxSide(config, mesh_of(config))
-
-        def tell(kind: str, line: dict[str, Any]) -> None:
-            if kind == "step" and line["step"] == stop:
-                side._checkpoints.close()
-                raise Stopped
-
-        train(config, side, tell)
+        trainer = JaxTrainer(config, make_mesh(config))
+        stop_before(trainer, stop)
+        train(config, trainer, lambda kind, line: None)
 
 
 def numbers(config: Config) -> dict[str, np.ndarray]:
@@ -129,32 +122,39 @@ def test_steps_are_the_same_on_four_ranks_of_either_framework_and_on_one(gloo, t
         assert_close(weights(config), weights(one))
 
 
-def steady(folder: Path, name: str) -> Config:
-    """Six steps on two ranks, with the same rates in shorter runs."""
+def on_two_ranks(folder: Path, name: str) -> Config:
+    """Six steps on two ranks, on the rows of a file, with a checkpoint every other step and rates that rise, stay and fall."""
     config = config_of(folder, name, 2, 6)
-    optimizer = Optimizer(clip=1.5, schedule=({"name": "constant_schedule", "value": 1e-2},))
-    return replace(config, optimizer=optimizer, evaluation=replace(config.evaluation, every=4))
+    texts = [path.read_text() for path in sorted(Path(config.data.folder).rglob("*.txt"))]
+    Path(config.data.folder, "texts.jsonl").write_text("".join(json.dumps({"content": text}) + "\n" for text in texts))
+    data = replace(config.data, pattern="*.jsonl", held_out="*.jsonl", column="content")
+    optimizer = replace(config.optimizer, schedule="wsd", warmup=2, cooldown=0.5)
+    return replace(config, data=data, optimizer=optimizer, save_every=2, evaluation=replace(config.evaluation, every=4))
+
+
+def work(framework: str, gloo, config: Config, stop: int = 0) -> None:
+    in_jax(config, stop) if framework == "jax" else gloo(config.ring.ranks, on_ranks, config, stop)
 
 
 @pytest.fixture(scope="module")
-def whole(gloo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Config]:
-    """A function that trains ``steady`` in a framework, once, and returns its config."""
+def finished(gloo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Config]:
+    """A function that trains ``on_two_ranks`` in a framework, once, and returns its config."""
 
     @cache
-    def trained(framework: str) -> Config:
-        config = steady(tmp_path_factory.mktemp(framework), "whole")
-        in_jax(config) if framework == "jax" else gloo(2, on_ranks, config)
+    def train_once(framework: str) -> Config:
+        config = on_two_ranks(tmp_path_factory.mktemp(framework), "finished")
+        work(framework, gloo, config)
         return config
 
-    return trained
+    return train_once
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", first(["torch", "jax"]))
-def test_a_run_in_a_balanced_layout_takes_the_steps_of_one_in_zigzag(framework: str, whole, gloo, tmp_path: Path):
-    zigzag, balanced = whole(framework), steady(tmp_path, "balanced")
+def test_a_run_in_a_balanced_layout_takes_the_steps_of_one_in_zigzag(framework: str, finished, gloo, tmp_path: Path):
+    zigzag, balanced = finished(framework), on_two_ranks(tmp_path, "balanced")
     balanced = replace(balanced, ring=replace(balanced.ring, layout="balanced"))
-    in_jax(balanced) if framework == "jax" else gloo(2, on_ranks, balanced)
+    work(framework, gloo, balanced)
     assert len(numbers(zigzag)["losses"]) == 6
     assert_close(numbers(balanced), numbers(zigzag))
     assert_close(weights(balanced), weights(zigzag))
@@ -162,22 +162,21 @@ def test_a_run_in_a_balanced_layout_takes_the_steps_of_one_in_zigzag(framework: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", first(["torch", "jax"]))
-def test_a_run_with_sharded_weights_takes_the_steps_of_one_with_whole_weights(framework: str, whole, gloo, tmp_path: Path):
-    """Its checkpoint, saved after an evaluation, resumes with sharded weights, and the next one with whole weights."""
-    expected, resumed = whole(framework), steady(tmp_path, "sharded")
-    begun = replace(resumed, steps=4, ring=replace(resumed.ring, weights="sharded"))
-    work = in_jax if framework == "jax" else lambda config: gloo(2, on_ranks, config)
-    work(begun)
-    for name in ("losses", "norms", "held out"):
-        np.testing.assert_allclose(numbers(begun)[name], numbers(expected)[name][: len(numbers(begun)[name])], rtol=CLOSE)
-    work(replace(begun, steps=5))
-    work(resumed)
+def test_a_run_with_sharded_weights_takes_the_steps_of_one_with_whole_weights(framework: str, finished, gloo, tmp_path: Path):
+    """Its checkpoint of step 2 resumes with sharded weights, and that of step 4, after an evaluation, with whole weights."""
+    expected, resumed = finished(framework), on_two_ranks(tmp_path, "sharded")
+    sharded = replace(resumed, ring=replace(resumed.ring, weights="sharded"))
+    for stop in (3, 5):
+        with pytest.raises(Stopped):
+            work(framework, gloo, sharded, stop)
+    work(framework, gloo, resumed)
+    assert_close(numbers(resumed), numbers(expected))
     assert_close(weights(resumed), weights(expected))
 
 
 def share_in_torch(group: Any, config: Config) -> float:
     """The share of the weights that this rank holds."""
-    model = TorchSide(config, RankPlace(group, group, 0, torch.device("cpu")))._model
+    model = TorchTrainer(config, RankPlace(group, group, 0, torch.device("cpu")))._model
     held, of = (sum(x.numel() for x in xs) for xs in (map(local, model.parameters()), model.parameters()))
     return held / of
 
@@ -187,36 +186,32 @@ def test_each_rank_holds_its_share_of_sharded_weights(gloo, tmp_path: Path):
     config = replace(config, ring=replace(config.ring, weights="sharded"))
     assert max(gloo(2, share_in_torch, config)) < 0.51
     with jax.enable_x64(True):
-        arrays = jax.tree.leaves(nnx.state(JaxSide(config, mesh_of(config))._model, nnx.Param))
+        arrays = jax.tree.leaves(nnx.state(JaxTrainer(config, make_mesh(config))._model, nnx.Param))
     assert sum(x.addressable_shards[0].data.size for x in arrays) / sum(x.size for x in arrays) < 0.51
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", first(["torch", "jax"]))
-def test_a_run_that_was_stopped_goes_on_to_the_same_bits(framework: str, gloo, tmp_path: Path):
-    whole, stopped = (of_rows(config_of(tmp_path, name, 1, 7)) for name in ("whole", "stopped"))
-    work = in_jax if framework == "jax" else lambda config, stop=0: gloo(1, on_ranks, config, stop)
-    work(whole)
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(framework: str, finished, gloo, tmp_path: Path):
+    whole, stopped = finished(framework), on_two_ranks(tmp_path, "stopped")
     with pytest.raises(Stopped):
-        work(stopped, 6)
+        work(framework, gloo, stopped, 5)
     assert not Path(stopped.out, "weights").exists()
-    work(stopped)
-    assert [line["step"] for line in lines(Path(stopped.out, "log.jsonl")) if line["kind"] == "step"] == list(range(1, 8))
-    assert [len(list(Path(each.out, "tensorboard").iterdir())) for each in (whole, stopped)] == [1, 2]
+    work(framework, gloo, stopped)
+    assert [line["step"] for line in lines(Path(stopped.out, "log.jsonl")) if line["kind"] == "step"] == list(range(1, 7))
     for name, x in numbers(whole).items():
         np.testing.assert_array_equal(numbers(stopped)[name], x, err_msg=name)
     for name, x in weights(whole).items():
         np.testing.assert_array_equal(weights(stopped)[name], x, err_msg=name)
 
 
-def test_a_truncated_checkpoint_is_named(gloo, tmp_path: Path):
-    config = replace(config_of(tmp_path, "run", 1, 4), passkey=Passkeys(lengths=()))
-    gloo(1, on_ranks, config)
-    (folder,) = Path(config.out, "checkpoints").glob("step-*")
-    for file in folder.glob("*.safetensors"):
+def test_a_truncated_checkpoint_is_named(finished, gloo, tmp_path: Path):
+    config = replace(finished("torch"), out=str(tmp_path / "run"), steps=7)
+    copytree(finished("torch").out, config.out)
+    for file in Path(config.out, "checkpoints", "step-000000006").glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"step-000000004.*truncated"):
-        gloo(1, on_ranks, replace(config, steps=6))
+    with pytest.raises(ValueError, match=r"step-000000006.*truncated"):
+        work("torch", gloo, config)
 
 
 @pytest.mark.exhaustive
@@ -229,19 +224,16 @@ def test_offload_on_gpus_is_compiled_without_the_scheduler_that_undoes_it(tmp_pa
         asked.append((platform, activations))
         return {"xla_no_such_option": False}  # which XLA names, so it was given what this returns
 
-    monkeypatch.setattr(jax_side, "compiler_options", options)
+    monkeypatch.setattr(jax_worker, "compiler_options", options)
     config = config_of(tmp_path, "run", 1, 1)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         in_jax(replace(config, ring=replace(config.ring, activations="offload")))
     assert asked == [("cpu", "offload")]
 
 
-def test_weights_of_one_framework_begin_a_run_of_the_other(gloo, tmp_path: Path):
-    config = replace(config_of(tmp_path, "torch", 1, 2), passkey=Passkeys(lengths=()))
-    gloo(1, on_ranks, config)
-    begun = Path(config.out, "weights")
-    more = replace(
-        config, out=str(tmp_path / "more"), init_from=str(begun), model={}, steps=1, optimizer=Optimizer(learning_rate=1e-30)
-    )
+def test_weights_of_one_framework_begin_a_run_of_the_other(finished, tmp_path: Path):
+    config = finished("torch")
+    begin = {"init_from": str(Path(config.out, "weights")), "model": {}, "passkey": Passkeys(lengths=())}
+    more = replace(config, out=str(tmp_path / "more"), **begin, steps=1, optimizer=Optimizer(learning_rate=1e-30))
     in_jax(more)
     assert_close(weights(more), weights(config))

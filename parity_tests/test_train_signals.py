@@ -23,7 +23,7 @@ from .support import corpus
 for package in ("jax", "flax", "optax", "orbax.checkpoint", "torch", "safetensors", "rich"):
     pytest.importorskip(package)
 
-from ring_attn_cli.train import jax_side  # noqa: E402
+from ring_attn_cli.train import jax_worker  # noqa: E402
 
 PATIENCE = 300
 CODES = {"SIGINT": (130,), "SIGTERM": (143, -signal.SIGTERM)}
@@ -157,14 +157,14 @@ def test_ctrl_c_lets_jax_begin_its_save_to_the_end():
             signal.raise_signal(signal.SIGINT)
             begun.append(named["data"])
 
-    side = object.__new__(jax_side.JaxSide)
-    side._checkpoints = cast(Any, Saves())
-    side._model = side._optimizer = cast(Any, None)
-    side._config = cast(Any, SimpleNamespace(described=lambda: {"lora": None}))
+    trainer = object.__new__(jax_worker.JaxTrainer)
+    trainer._checkpoints = cast(Any, Saves())
+    trainer._model = trainer._optimizer = cast(Any, None)
+    trainer._config = cast(Any, SimpleNamespace(to_dict=lambda: {"lora": None}))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            side.save(4, "position")
+            trainer.save(4, "position")
     finally:
         signal.signal(signal.SIGINT, before)
     assert begun == ["position"]

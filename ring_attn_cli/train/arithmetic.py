@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from .config import Optimizer
-from .schedules import schedule
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,17 +45,21 @@ def flops_per_token(parameters: int, length: int, config: TransformerConfig, fro
 
 
 def rates(optimizer: Optimizer, steps: int) -> list[float]:
-    """Return each step's learning rate by ``optimizer.schedule``, by default a linear warmup, then a cosine to ``last_rate``."""
-    if optimizer.schedule is not None:
-        of_step = schedule(optimizer.schedule, optimizer.learning_rate, steps)
-        return [of_step(step) for step in range(steps)]
+    """Return each step's learning rate: a linear warmup to ``learning_rate``, then by ``schedule`` down to ``last_rate`` of it.
+    "constant" stays there. "linear" and "cosine" (half a cosine) fall to the last step. "wsd" stays, and falls linearly over the
+    last ``cooldown`` of the steps (warmup-stable-decay, arXiv:2404.06395)."""
+    low, first = optimizer.last_rate, optimizer.warmup
+    if optimizer.schedule == "wsd":
+        first = max(first, steps - round(optimizer.cooldown * steps))
 
     def rate(step: int) -> float:
         if step < optimizer.warmup:
             return optimizer.learning_rate * (step + 1) / optimizer.warmup
-        passed = (step - optimizer.warmup) / max(1, steps - 1 - optimizer.warmup)
-        low = optimizer.last_rate
-        return optimizer.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(passed, 1.0))))
+        if step < first or optimizer.schedule == "constant":
+            return optimizer.learning_rate
+        passed = min((step - first) / max(1, steps - 1 - first), 1.0)
+        left = 0.5 * (1 + math.cos(math.pi * passed)) if optimizer.schedule == "cosine" else 1 - passed
+        return optimizer.learning_rate * (low + (1 - low) * left)
 
     return [rate(step) for step in range(steps)]
 

@@ -1,4 +1,4 @@
-"""The config of a training run: frozen records read from a TOML file, one for each table."""
+"""The config of a training run: frozen records read from a TOML file, one for each table. docs/train.md describes each key."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import sysconfig
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ring_attn_core import layouts
 from ring_attn_core.data.settings import BALANCED
@@ -18,28 +19,22 @@ from ring_attn_core.model.checks import LARGEST
 from ring_attn_core.model.lora import LoRA
 from ring_attn_core.problem.strategies import check_strategy
 
-from .schedules import schedule
-from .tables import check_keys, made
+from .tables import build_record, check_keys
 
 if TYPE_CHECKING:
     from ring_attn_core.model.config import TransformerConfig
 
 MODEL: dict[str, Any] = {"vocab": 256, "dim": 128, "depth": 2, "heads": 4, "kv_heads": 2}
 """Defaults of the table ``[model]``."""
-WEIGHTS = "whole", "sharded"
-"""The values of ``ring.weights``."""
 DTYPES = "param_dtype", "compute_dtype"
 """The only keys of ``[model]`` that are allowed with ``init_from``."""
+Schedule = Literal["constant", "linear", "cosine", "wsd"]
+Weights = Literal["whole", "sharded"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The data: the arguments of ``SequenceShardedDataset``, the held-out files, and the number of microbatches in a step.
-
-    ``held_out``: the glob pattern, in ``folder``, of the files for evaluation. ``accumulate``: microbatches in a step.
-    ``batch_size``: packed rows of one replica in a microbatch. The default data are the top-level modules of Python's standard
-    library, with asyncio held out.
-    """
+    """The arguments of ``SequenceShardedDataset``, the held-out files, and the microbatches in a step, ``accumulate``."""
 
     folder: str = field(default_factory=lambda: sysconfig.get_paths()["stdlib"])
     pattern: str = "*.py"
@@ -54,56 +49,32 @@ class Data:
     seed: int = 0
 
 
-ABOVE = "more than 0 and finite", lambda x: 0 < x < math.inf
-FROM = "at least 0 and finite", lambda x: 0 <= x < math.inf
-BELOW = "at least 0 and below 1", lambda x: 0 <= x < 1
-RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "learning_rate": ABOVE,
-    "last_rate": FROM,
-    "warmup": FROM,
-    "beta1": BELOW,
-    "beta2": BELOW,
-    "eps": ABOVE,
-    "decay": FROM,
-    "clip": ("more than 0", lambda x: x > 0),
-}
-"""The range of each number of ``Optimizer``, in words and as a test."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """The hyperparameters of AdamW.
-
-    The learning rate grows over ``warmup`` steps, then decays as a cosine to ``last_rate`` times ``learning_rate``. ``clip``: the
-    largest global norm of the gradients. ``schedule``: schedules of ``schedules.py``, one after another, that replace the warmup
-    and the cosine. Raise ValueError if a number is out of its range.
-    """
+    """The hyperparameters of AdamW, and those of the learning rate, which ``arithmetic.rates`` computes from the first five."""
 
     learning_rate: float = 3e-3
+    schedule: Schedule = "cosine"
     last_rate: float = 0.1
     warmup: int = 20
+    cooldown: float = 0.2
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     decay: float = 0.1
     clip: float = 1.0
-    schedule: tuple[Mapping[str, Any], ...] | None = None
 
     def __post_init__(self) -> None:
-        for name, (words, fits) in RANGES.items():
-            if not fits(value := getattr(self, name)):
-                raise ValueError(f"optimizer.{name} must be {words}, got {value}")
+        if self.schedule not in get_args(Schedule):
+            raise ValueError(
+                f"optimizer.schedule must be one of {', '.join(get_args(Schedule))}, got {self.schedule!r}: for a schedule of "
+                "optax or torch.optim train by a program of your own, such as jax_train_lm.py or torch_train_lm.py of examples/"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RingConfig:
-    """The parallelism of a run, and the options of ``RingTransformer``.
-
-    ``ranks``: number of ranks that share a sequence. ``replicas``: number of rings, each with its own rows. ``weights``: "whole"
-    replicates weights, gradients and moments on each rank; "sharded" shards them over all ranks, but in JAX only the arrays with
-    a dimension divisible by the number of devices. ``chunk``: number of tokens for which a rank holds logits at a time. Raise
-    ValueError if a name is unknown.
-    """
+    """The parallelism of a run, and the options of ``RingTransformer``. Raise ValueError if a name is unknown."""
 
     ranks: int = 4
     replicas: int = 1
@@ -111,7 +82,7 @@ class RingConfig:
     backend: str = "auto"
     strategy: str = "auto"
     activations: str = "keep"
-    weights: str = "whole"
+    weights: Weights = "whole"
     chunk: int = 4096
 
     def __post_init__(self) -> None:
@@ -120,22 +91,19 @@ class RingConfig:
         check_backend(self.backend)
         check_strategy(self.strategy)
         check_activations(self.activations)
-        if self.weights not in WEIGHTS:
-            raise ValueError(f"ring.weights must be one of {', '.join(map(repr, WEIGHTS))}, got {self.weights!r}")
+        if self.weights not in get_args(Weights):
+            raise ValueError(f"ring.weights must be one of {', '.join(map(repr, get_args(Weights)))}, got {self.weights!r}")
 
     @property
-    def model_layout(self) -> str:
-        """Return the layout for the model's constructor: "contiguous" if each call passes a balanced layout, else ``layout``."""
-        return "contiguous" if self.layout == BALANCED else self.layout
+    def model_options(self) -> dict[str, Any]:
+        """Return the options of a model's constructor. With a balanced layout each call passes the layout of its batch."""
+        layout = "contiguous" if self.layout == BALANCED else self.layout
+        return {"layout": layout, "backend": self.backend, "strategy": self.strategy, "activations": self.activations}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The evaluation on held-out text.
-
-    ``every``: steps from one evaluation to the next. ``batches``: largest number of microbatches. ``buckets``: largest number of
-    position buckets, each with a loss of its own (``edges`` in ``arithmetic.py``).
-    """
+    """The evaluation on held-out text, by at most ``buckets`` buckets of positions."""
 
     every: int = 50
     batches: int = 4
@@ -144,11 +112,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Passkeys:
-    """The passkey test: the model must find a number of ``digits`` digits that is hidden in a text.
-
-    ``lengths``: lengths of the texts in tokens. ``texts``: number of texts of each length. ``train_every``: n means that every
-    n-th step trains on texts with a passkey instead of the data; 0 means that no step does.
-    """
+    """The passkey test: the model must find a number of ``digits`` digits that is hidden in a text of ``lengths`` tokens."""
 
     lengths: tuple[int, ...] = (256, 512, 1024)
     texts: int = 8
@@ -156,15 +120,31 @@ class Passkeys:
     train_every: int = 0
 
 
+COUNTS = "steps save_every keep data.length data.batch_size data.accumulate ring.ranks ring.replicas ring.chunk"
+COUNTS += " evaluation.every evaluation.batches evaluation.buckets passkey.texts passkey.digits"
+ABOVE = "more than 0 and finite", lambda x: 0 < x < math.inf
+FROM = "at least 0 and finite", lambda x: 0 <= x < math.inf
+BELOW = "at least 0 and below 1", lambda x: 0 <= x < 1
+RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    **dict.fromkeys(COUNTS.split(), ("at least 1", lambda x: x >= 1)),
+    "passkey.train_every": ("at least 0, which is never", lambda x: x >= 0),
+    "optimizer.learning_rate": ABOVE,
+    "optimizer.last_rate": FROM,
+    "optimizer.warmup": FROM,
+    "optimizer.cooldown": ("more than 0 and at most 1", lambda x: 0 < x <= 1),
+    "optimizer.beta1": BELOW,
+    "optimizer.beta2": BELOW,
+    "optimizer.eps": ABOVE,
+    "optimizer.decay": FROM,
+    "optimizer.clip": ("more than 0", lambda x: x > 0),
+}
+"""The range of each number, in words and as a test."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """The config of a training run.
-
-    ``out``: the run's folder. ``init_from``: a folder of weights that ``load_weights`` or ``load_llama`` reads; without it, the
-    table ``model`` describes a new model. ``lora``: adapters to train while the weights from ``init_from`` stay frozen.
-    ``save_every``: steps between checkpoints. ``keep``: number of newest checkpoints that stay. Raise ValueError if a number is
-    out of its range, or if values do not fit together, such as ranks and length.
-    """
+    Raise ValueError if a number is out of its range, or if values do not fit together, such as ranks and length."""
 
     out: str = "train-output"
     steps: int = 200
@@ -181,15 +161,9 @@ class Config:
     passkey: Passkeys = field(default_factory=Passkeys)
 
     def __post_init__(self) -> None:
-        whole = {"steps": self.steps, "save_every": self.save_every, "keep": self.keep}
-        whole |= {f"data.{name}": getattr(self.data, name) for name in ("length", "batch_size", "accumulate")}
-        whole |= {f"ring.{name}": getattr(self.ring, name) for name in ("ranks", "replicas", "chunk")}
-        whole |= {f"evaluation.{name}": getattr(self.evaluation, name) for name in ("every", "batches", "buckets")}
-        whole |= {"passkey.texts": self.passkey.texts, "passkey.digits": self.passkey.digits}
-        for name, value in whole.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        self._check_schedule()
+        for name, (words, fits) in RANGES.items():
+            if not fits(value := attrgetter(name)(self)):
+                raise ValueError(f"{name} must be {words}, got {value}")
         unit = self.ring.ranks * (1 if self.ring.layout == BALANCED else layouts.slots(self.ring.layout))
         if self.data.length % unit:
             raise ValueError(
@@ -198,8 +172,6 @@ class Config:
             )
         if abs(self.seed) + self.steps > LARGEST:
             raise ValueError(f"seed + steps must be at most {LARGEST}, for each step draws by their sum, got seed = {self.seed}")
-        if self.passkey.train_every < 0:
-            raise ValueError(f"passkey.train_every must be at least 0, which is never, got {self.passkey.train_every}")
         if self.init_from is not None and set(self.model) - set(DTYPES):
             raise ValueError(
                 f"init_from = {self.init_from!r} says what the model is, and so does [model]: leave out one of them; "
@@ -209,17 +181,6 @@ class Config:
             raise ValueError("[lora] freezes the weights of init_from, and init_from is missing: pass a model, or no [lora]")
         if self.init_from is None:
             self.transformer()
-
-    def _check_schedule(self) -> None:
-        of, usual = self.optimizer, Optimizer()
-        if of.schedule is None:
-            return
-        schedule(of.schedule, of.learning_rate, self.steps)
-        if (of.warmup, of.last_rate) != (usual.warmup, usual.last_rate):
-            raise ValueError(
-                "optimizer.warmup and last_rate belong to the schedule that a run has without optimizer.schedule: leave "
-                "them out, and give the schedule a warmup of its own, such as warmup_steps or a LinearLR before it"
-            )
 
     def transformer(self) -> TransformerConfig:
         """Return the model's config, from the table ``[model]``. Raise ValueError if the table is invalid."""
@@ -239,9 +200,9 @@ class Config:
         """Return the number of tokens in a step, over all ranks."""
         return self.rows * self.data.length * self.data.accumulate
 
-    def described(self) -> dict[str, Any]:
-        """Return the config as nested dicts for JSON."""
-        return asdict(self)
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as nested dicts of JSON's types."""
+        return json.loads(json.dumps(asdict(self)))
 
 
 def read(path: Path | None, *, out: str | None = None, steps: int | None = None, ranks: int | None = None) -> Config:
@@ -261,4 +222,4 @@ def read(path: Path | None, *, out: str | None = None, steps: int | None = None,
     for table, name, value in ((values, "out", out), (values, "steps", steps), (ring, "ranks", ranks)):
         if value is not None and isinstance(table, dict):
             table[name] = value
-    return made(Config, values, "")
+    return build_record(Config, values, "")

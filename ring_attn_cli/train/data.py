@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from .config import Config, Data
 
@@ -11,47 +11,19 @@ if TYPE_CHECKING:
     from ring_attn_core.model.config import TransformerConfig
 
 
-class DatasetArguments(TypedDict):
-    """The arguments of ``SequenceShardedDataset`` that are the same in PyTorch and JAX."""
-
-    folder: str
-    length: int
-    layout: str
-    ranks: int
-    seed: int
-    pattern: str
-    column: str
-    tokenizer: str | None
-    end: int | None
-    cache: Path
-    chat: str | None
-
-
-def arguments(config: Config, held_out: bool) -> DatasetArguments:
-    """Return the arguments of a dataset. The token cache lies in the run's folder: the data's folder may be read-only."""
-    of = config.data
-    return {
-        "folder": of.folder,
-        "length": of.length,
-        "layout": config.ring.layout,
-        "ranks": config.ring.ranks,
-        "seed": of.seed,
-        "pattern": of.held_out if held_out else of.pattern,
-        "column": of.column,
-        "tokenizer": of.tokenizer,
-        "end": of.end,
-        "cache": Path(config.out, ".cache"),
-        "chat": of.chat,
-    }
+def dataset_arguments(config: Config, held_out: bool) -> dict[str, Any]:
+    """Return the arguments of ``SequenceShardedDataset`` that are the same in PyTorch and JAX.
+    The token cache lies in the run's folder: the data's folder may be read-only."""
+    same = {name: getattr(config.data, name) for name in ("folder", "length", "seed", "column", "tokenizer", "end", "chat")}
+    pattern = config.data.held_out if held_out else config.data.pattern
+    ring = {"layout": config.ring.layout, "ranks": config.ring.ranks}
+    return {**same, **ring, "pattern": pattern, "cache": Path(config.out, ".cache"), "epochs": None}
 
 
 def check(config: Config) -> str:
     """Check the data, passkeys, ``init_from`` and ``lora``, writing the token cache if needed.
     Return a text about the documents that are both training data and held out; "" without any."""
-    from ring_attn_core.data.batches import documents_of
-    from ring_attn_core.data.index import Index
     from ring_attn_core.data.passkey import passkey
-    from ring_attn_core.data.settings import DatasetSettings
 
     for length in config.passkey.lengths:
         passkey(length, digits=config.passkey.digits)
@@ -59,44 +31,35 @@ def check(config: Config) -> str:
         passkey(config.data.length, digits=config.passkey.digits)
     if config.data.tokenizer is not None and (config.passkey.lengths or config.passkey.train_every):
         raise ValueError("passkeys are bytes, and data.tokenizer makes other ids: set passkey.lengths = [] and train_every = 0")
-    names: list[set[str]] = []
-    for held_out in (False, True):
-        settings = DatasetSettings(
-            **arguments(config, held_out),
-            rank=None,
-            batch_size=config.data.batch_size,
-            replica=0,
-            replicas=config.ring.replicas,
-            shuffle=True,
-            epochs=None,
-            last="drop",
-            restart_positions=False,
-            ignore_index=-100,
-        )
-        try:
-            documents = documents_of(settings)
-            Index([each.tokens for each in documents.documents], settings)
-        except ValueError as error:
-            if held_out and config.data.held_out == Data.held_out and not any(Path(config.data.folder).glob(Data.held_out)):
-                raise ValueError(
-                    f"data.held_out is missing: beside pattern = {config.data.pattern!r} give held_out, the pattern of the files "
-                    f"in {config.data.folder} that evaluate the model"
-                ) from error
-            raise ValueError(f"data.held_out: {error}" if held_out else f"data: {error}") from error
-        names.append({each.name for each in documents.documents})
-        if config.init_from is None:
-            check_vocab(documents.vocab, config.transformer().vocab)
-    if config.init_from is not None and not Path(config.init_from, "config.json").is_file():
-        inside = Path(config.init_from, "weights")
-        meant = f"did you mean {str(inside)!r}? " if (inside / "config.json").is_file() else ""
-        raise ValueError(
-            f"init_from = {config.init_from!r} is no folder with a config.json: {meant}pass one that save_weights or Hugging "
-            "Face has written"
-        )
-    if config.init_from is not None and config.lora is not None:
-        config.lora.check(config_in(config.init_from))
-    both = sorted(names[0] & names[1])
+    training, held_out = (_check_documents(config, held_out) for held_out in (False, True))
+    _check_init_from(config)
+    both = sorted(training & held_out)
     return "" if not both else both[0] if len(both) == 1 else f"{both[0]} and {len(both) - 1} more"
+
+
+def _check_documents(config: Config, held_out: bool) -> set[str]:
+    """Check the training data, or the held-out data, and return the names of its documents."""
+    from ring_attn_core.data.batches import documents_of
+    from ring_attn_core.data.index import Index
+    from ring_attn_core.data.settings import DatasetSettings
+
+    size, replicas = config.data.batch_size, config.ring.replicas
+    rows: dict[str, Any] = {"rank": None, "batch_size": size, "replica": 0, "replicas": replicas, "shuffle": True}
+    rows |= {"last": "drop", "restart_positions": False, "ignore_index": -100}
+    settings = DatasetSettings(**dataset_arguments(config, held_out), **rows)
+    try:
+        documents = documents_of(settings)
+        Index([each.tokens for each in documents.documents], settings)
+    except ValueError as error:
+        if held_out and config.data.held_out == Data.held_out and not any(Path(config.data.folder).glob(Data.held_out)):
+            raise ValueError(
+                f"data.held_out is missing: beside pattern = {config.data.pattern!r} give held_out, the pattern of the files "
+                f"in {config.data.folder} that evaluate the model"
+            ) from error
+        raise ValueError(f"data.held_out: {error}" if held_out else f"data: {error}") from error
+    if config.init_from is None:
+        check_vocab(documents.vocab, config.transformer().vocab)
+    return {each.name for each in documents.documents}
 
 
 def check_vocab(data: int | None, model: int) -> None:
@@ -105,7 +68,22 @@ def check_vocab(data: int | None, model: int) -> None:
         raise ValueError(f"the data have ids from 0 to {data - 1}, and the model {model}: make model.vocab at least {data}")
 
 
-def config_in(folder: str) -> TransformerConfig:
+def _check_init_from(config: Config) -> None:
+    """Raise ValueError if ``init_from`` is not a folder of weights, or if ``lora`` does not fit its model."""
+    if config.init_from is None:
+        return
+    if not Path(config.init_from, "config.json").is_file():
+        inside = Path(config.init_from, "weights")
+        meant = f"did you mean {str(inside)!r}? " if (inside / "config.json").is_file() else ""
+        raise ValueError(
+            f"init_from = {config.init_from!r} is no folder with a config.json: {meant}pass one that save_weights or Hugging "
+            "Face has written"
+        )
+    if config.lora is not None:
+        config.lora.check(_read_model_config(config.init_from))
+
+
+def _read_model_config(folder: str) -> TransformerConfig:
     """Return the model's config in a folder that ``save_weights`` or Hugging Face wrote. Raise ValueError if it is invalid."""
     from ring_attn_core.files import read_json
     from ring_attn_core.model.llama import THEIRS

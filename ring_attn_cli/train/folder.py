@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from ring_attn_core.model.checkpoint_folder import RUN, CheckpointFolder
 from .config import Config
 from .lock import LOCK
 
-CHECKPOINTS, LORA = "checkpoints", "lora"
+CHECKPOINTS = "checkpoints"
 NAMES = {"torch": "step-{:09}", "jax": "step_{}"}
 """Name pattern of a checkpoint's folder, by the framework that writes it."""
 MARKS = RUN, "run/metadata"
@@ -51,21 +50,19 @@ def _check_lora(config: Config, framework: str) -> None:
     if not step:
         return
     try:
-        before = read_json(_checkpoints(config, framework).where(step) / RUN).get("more", {}).get(LORA)
+        before = read_json(_checkpoints(config, framework).where(step) / RUN).get("more", {}).get("lora")
     except (OSError, ValueError, AttributeError):
         return
-    now = adapters_of(config)[LORA]
-    changed = differences({LORA: before}, {LORA: now})
-    if changed:
+    if changed := differences({"lora": before}, extract_lora(config)):
         raise ValueError(
             f"{config.out} holds a run with another [lora], which its weights depend on: {'; '.join(changed)}. Put it back, or "
             "begin another run with --out FOLDER"
         )
 
 
-def adapters_of(config: Config) -> dict[str, Any]:
-    """Return ``{"lora": table}`` for a checkpoint. ``table``: the ``[lora]`` table in JSON types, or None without adapters."""
-    return {LORA: json.loads(json.dumps(config.described()[LORA]))}
+def extract_lora(config: Config) -> dict[str, Any]:
+    """Return ``{"lora": table}`` for a checkpoint. ``table``: the table ``[lora]``, or None without adapters."""
+    return {"lora": config.to_dict()["lora"]}
 
 
 def _checkpoints(config: Config, framework: str) -> CheckpointFolder:

@@ -16,7 +16,7 @@ from .config import Config
 AXES = "data", "seq"
 
 
-def mesh_of(config: Config) -> Mesh:
+def make_mesh(config: Config) -> Mesh:
     """Return the mesh ("data", "seq") of replicas x ranks devices, on CPUs if there are too few accelerators."""
     shape = config.ring.replicas, config.ring.ranks
     count = shape[0] * shape[1]

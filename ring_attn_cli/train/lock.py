@@ -16,21 +16,21 @@ LOCK = ".lock"
 
 
 @contextmanager
-def held(config: Config, first: bool = True, of_first: Callable[[str], str] = str) -> Iterator[None]:
+def hold(config: Config, first: bool = True, share: Callable[[str], str] = str) -> Iterator[None]:
     """Lock the folder of a run until the block ends.
-    ``first``: True in the one process that locks. ``of_first``: returns the first process's text in each process. The system
+    ``first``: True in the one process that locks. ``share``: returns the first process's text in each process. The system
     releases the lock of a killed process; on a file system without locks nothing keeps other runs out."""
     # filelock's fallback for such file systems is a file that outlives a kill and would block the next run
     lock = FileLock(Path(config.out, LOCK), timeout=0, fallback_to_soft=False)
     try:
-        if objection := of_first(_objection(lock, config.out) if first else ""):
+        if objection := share(_acquire(lock, config.out) if first else ""):
             raise ValueError(objection)
         yield
     finally:
         lock.release()
 
 
-def _objection(lock: FileLock, out: str) -> str:
+def _acquire(lock: FileLock, out: str) -> str:
     """Acquire the lock, and write process and host into its file. Return "", or the reason why no run may start in ``out``."""
     path = Path(lock.lock_file)
     try:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from .loop import lines
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-INK = "#4C78A8", "#E45756"
+TRAINING, HELD_OUT = "#4C78A8", "#E45756"
 
 
 def draw(log: Path, path: Path) -> None:
@@ -18,45 +14,30 @@ def draw(log: Path, path: Path) -> None:
     from matplotlib.figure import Figure
 
     found = lines(log)
+    steps, evaluations, passkeys = ([x for x in found if x["kind"] == kind] for kind in ("step", "evaluation", "passkey"))
     figure = Figure(figsize=(12, 3.8), layout="constrained", facecolor="white")
-    panels = figure.subplots(1, 3)
-    for panel, fill in zip(panels, (_losses, _by_position, _passkeys), strict=True):
-        fill(panel, found)
+    loss, by_position, share = panels = figure.subplots(1, 3)
+    for part, marker, color, label in ((steps, None, TRAINING, "training"), (evaluations, "o", HELD_OUT, "held out")):
+        loss.plot([x["step"] for x in part], [x["loss"] for x in part], marker=marker, color=color, label=label)
+    loss.set(title="Loss", xlabel="step", ylabel="nats a token")
+    loss.legend(frameon=False)
+    for number, line in enumerate(reversed(evaluations)):
+        alpha = 1 - 0.8 * number / len(evaluations)
+        by_position.plot(line["ends"], line["by_position"], color=TRAINING, alpha=alpha, marker="o", markersize=3)
+    by_position.set_xscale("log", base=2)
+    by_position.set(
+        title="Held-out loss by position, latest darkest", xlabel="tokens of its document before a token", ylabel="nats"
+    )
+    lengths = sorted({line["length"] for line in passkeys})
+    for number, length in enumerate(lengths, 1):
+        points = [(line["step"], line["accuracy"]) for line in passkeys if line["length"] == length]
+        style = {"alpha": number / len(lengths), "marker": "o", "markersize": 4, "label": f"{length:,} tokens"}
+        share.plot(*zip(*points, strict=True), color=TRAINING, **style)
+    title = "Passkeys found, by length of the text"
+    share.set(title=title, xlabel="step", ylabel="part of the texts", ylim=(-0.05, 1.05))
+    if lengths:
+        share.legend(frameon=False)
+    for panel in panels:
         panel.grid(alpha=0.2)
         panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
-
-
-def _of(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [line for line in found if line["kind"] == kind]
-
-
-def _losses(panel: Axes, found: list[dict[str, Any]]) -> None:
-    for kind, color, label in (("step", INK[0], "training"), ("evaluation", INK[1], "held out")):
-        of = _of(found, kind)
-        marker = "o" if kind == "evaluation" else None
-        panel.plot([line["step"] for line in of], [line["loss"] for line in of], color=color, label=label, marker=marker)
-    panel.set(title="Loss", xlabel="step", ylabel="nats a token")
-    panel.legend(frameon=False)
-
-
-def _by_position(panel: Axes, found: list[dict[str, Any]]) -> None:
-    of = _of(found, "evaluation")
-    for number, line in enumerate(of):
-        shade = 1 - 0.8 * (len(of) - 1 - number) / len(of)
-        panel.plot(line["ends"], line["by_position"], color=INK[0], alpha=shade, marker="o", markersize=3)
-    panel.set_xscale("log", base=2)
-    panel.set(title="Held-out loss by position, latest darkest", xlabel="tokens of its document before a token", ylabel="nats")
-
-
-def _passkeys(panel: Axes, found: list[dict[str, Any]]) -> None:
-    of = _of(found, "passkey")
-    lengths = sorted({line["length"] for line in of})
-    for number, length in enumerate(lengths):
-        at = [line for line in of if line["length"] == length]
-        shade = (number + 1) / len(lengths)
-        steps, parts = [line["step"] for line in at], [line["accuracy"] for line in at]
-        panel.plot(steps, parts, color=INK[0], alpha=shade, marker="o", markersize=4, label=f"{length:,} tokens")
-    panel.set(title="Passkeys found, by length of the text", xlabel="step", ylabel="part of the texts", ylim=(-0.05, 1.05))
-    if lengths:
-        panel.legend(frameon=False)

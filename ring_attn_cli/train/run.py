@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -10,9 +11,8 @@ from pathlib import Path
 from rich.console import Console
 
 from ..processes import Crews, Terminated, check_count, check_installed, hear_interrupts
-from . import data, folder, lock, picture
+from . import data, events, folder, lock, picture
 from .config import Config
-from .events import FOLDER
 from .loop import LOG
 from .watch import TrainWatch
 
@@ -35,15 +35,14 @@ class Program:
         """Parse ``--coordinator``, "auto" or HOST:PORT of process 0, and ``--process``, None with "auto", else such as "0/4"."""
         if coordinator == "auto" and process is None:
             return cls(coordinator)
-        number, _, of = (process or "").partition("/")
-        port = (coordinator or "").rpartition(":")[2]
-        listens = ":" in (coordinator or "") and port.isdigit() and 0 < int(port) < 65536
-        if coordinator is None or not (listens and number.isdigit() and of.isdigit() and int(number) < int(of)):
+        port = re.fullmatch(r".*:(\d+)", coordinator or "")
+        number = re.fullmatch(r"(\d+)/(\d+)", process or "")
+        if not (port and 0 < int(port[1]) < 65536 and number and int(number[1]) < int(number[2])):
             raise ValueError(
                 f"--coordinator {coordinator} with --process {process} says of no process which it is: pass auto, or "
                 "--coordinator HOST:PORT --process 0/4, to the other processes 1/4 and so on"
             )
-        return cls(coordinator, int(of), int(number))
+        return cls(port[0], int(number[2]), int(number[1]))
 
 
 def run(config: Config, framework: str, program: Program | None = None) -> None:
@@ -54,13 +53,14 @@ def run(config: Config, framework: str, program: Program | None = None) -> None:
     if program is not None and framework != "jax":
         raise ValueError("--coordinator is for JAX: start PyTorch on several machines with torchrun")
     folder.check(config, framework)
-    console = Console(stderr=True, highlight=False, quiet=not _is_first(framework, program))
-    both = data.check(config)
-    if both:
+    console = Console(stderr=True, highlight=False, quiet=not _prints(framework, program))
+    if both := data.check(config):
         console.print(f"trained on and held out too: {both}")
+    if missing := events.explain_missing():
+        console.print(missing)
     try:
         with hear_interrupts():
-            _in_jax(config, program) if framework == "jax" else _in_torch(config)
+            _run_jax(config, program) if framework == "jax" else _run_torch(config)
     except (KeyboardInterrupt, Terminated):
         step = folder.newest(config, framework)
         words = f"from step {step}, its newest checkpoint" if step else "from the beginning, for it has no checkpoint yet"
@@ -68,47 +68,47 @@ def run(config: Config, framework: str, program: Program | None = None) -> None:
         raise
 
 
-def _is_first(framework: str, program: Program | None) -> bool:
+def _prints(framework: str, program: Program | None) -> bool:
     """Return True if this process prints. With coordinator "auto", every process prints, because its index is not known yet."""
     if framework == "torch":
-        from . import torch_side
+        from . import torch_worker
 
-        return torch_side.is_first()
+        return torch_worker.is_first()
     return program is None or program.process in (None, 0)
 
 
-def _in_jax(config: Config, program: Program | None) -> None:
-    from . import jax_side
+def _run_jax(config: Config, program: Program | None) -> None:
+    from . import jax_worker
 
-    jax_side.on_cpus(config, 1 if program is None else program.processes)
+    jax_worker.split_cpu(config, 1 if program is None else program.processes)
     if program is not None:
-        jax_side.joined(program.coordinator, program.processes, program.process)
-    first = jax_side.is_first()
-    with lock.held(config, first, jax_side.of_first):
+        jax_worker.join(program.coordinator, program.processes, program.process)
+    first = jax_worker.is_first()
+    with lock.hold(config, first, jax_worker.share_text):
         with TrainWatch(config, Console(highlight=False, quiet=not first)) as watch:
-            jax_side.run(config, watch)
+            jax_worker.run(config, watch)
         if first:
             _finish(config)
 
 
-def _in_torch(config: Config) -> None:
+def _run_torch(config: Config) -> None:
     import torch.distributed as dist
 
     if dist.is_torchelastic_launched():
-        from . import torch_side
+        from . import torch_worker
 
-        first = torch_side.is_first()
+        first = torch_worker.is_first()
         with TrainWatch(config, Console(highlight=False, quiet=not first)) as watch:
-            torch_side.launched(config, watch)
+            torch_worker.work_under_torchrun(config, watch)
         if first:
             _finish(config)
         return
     ranks = config.ring.ranks * config.ring.replicas
     check_count(ranks, "ring.ranks times ring.replicas:")
-    with lock.held(config):
+    with lock.hold(config):
         with Crews(PATIENCE) as crews:
             members = [(rank, config, crews.store) for rank in range(ranks)]
-            crews.start("PyTorch", "ring_attn_cli.train.torch_side", members)
+            crews.start("PyTorch", "ring_attn_cli.train.torch_worker", members)
             with TrainWatch(config, Console(highlight=False)) as watch:
                 for message in crews.messages():
                     watch(message.kind, message.data)
@@ -120,5 +120,6 @@ def _finish(config: Config) -> None:
     for name in drawn:
         picture.draw(Path(config.out, LOG), Path(config.out, name))
     sys.stdout.flush()
-    written = LOG, *drawn, FOLDER, "weights", *(["adapters"] if config.lora is not None else []), "checkpoints"
+    shown = [] if events.explain_missing() else [events.FOLDER]
+    written = LOG, *drawn, *shown, "weights", *(["adapters"] if config.lora is not None else []), "checkpoints"
     Console(highlight=False).print(f"Written: {', '.join(str(Path(config.out, name)) for name in written)}")

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import is_dataclass
 from difflib import get_close_matches
-from typing import Any, NamedTuple, get_args, get_type_hints
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ring_attn_core.model.checks import LARGEST
 
+KINDS: dict[Any, tuple[str, str, float]] = {
+    int: ("an integer", "a list of integers", LARGEST),
+    float: ("a number", "a list of numbers", sys.float_info.max),
+    str: ("a text", "a list of texts", LARGEST),
+}
+"""For each type of a value its name, the name of a list of such values, and the largest absolute integer."""
 
-def made(kind: type[Any], values: Mapping[str, Any], table: str) -> Any:
+
+def build_record(kind: type[Any], values: Mapping[str, Any], table: str) -> Any:
     """Build a record of class ``kind`` from the ``values`` of the TOML table ``table``. Raise ValueError if they are invalid."""
     hints = get_type_hints(kind)
-    check_keys(table, values, [x.name for x in fields(kind)])
-    return kind(**{name: _value(hints[name], value, f"{table}.{name}".lstrip(".")) for name, value in values.items()})
+    check_keys(table, values, list(hints))
+    return kind(**{name: _convert(hints[name], value, f"{table}.{name}".lstrip(".")) for name, value in values.items()})
 
 
 def check_keys(table: str, values: Mapping[str, Any], known: list[str]) -> None:
@@ -28,47 +36,23 @@ def check_keys(table: str, values: Mapping[str, Any], known: list[str]) -> None:
             raise ValueError(f"{where} has no key {name!r}: {meant}it has {', '.join(known)}")
 
 
-class ValueType(NamedTuple):
-    """A type of config values; ``words``: its name in errors.
-    ``fits``: whether a value in the file has it. ``held``: converts the value to the record's. ``most``: the largest absolute
-    integer."""
-
-    words: str
-    fits: Callable[[Any], bool]
-    held: Callable[[Any], Any]
-    most: float = LARGEST
-
-
-def _tables(x: Any) -> tuple[dict[str, Any], ...]:
-    return tuple(x) if isinstance(x, list) else (x,)
-
-
-def _are_tables(x: Any) -> bool:
-    return bool(x) and all(isinstance(each, dict) for each in _tables(x))
-
-
-FORMS: dict[str, ValueType] = {
-    "tuple[collections.abc.Mapping": ValueType("a table, or a list of tables", _are_tables, _tables),
-    "tuple[str": ValueType("a list of texts", lambda x: isinstance(x, list) and all(type(each) is str for each in x), tuple),
-    "Mapping": ValueType("a table", lambda x: isinstance(x, dict), dict),
-    "tuple": ValueType("a list of integers", lambda x: isinstance(x, list) and all(type(each) is int for each in x), tuple),
-    "float": ValueType("a number", lambda x: isinstance(x, int | float) and not isinstance(x, bool), float, sys.float_info.max),
-    "str": ValueType("a text", lambda x: isinstance(x, str), str),
-    "int": ValueType("an integer", lambda x: isinstance(x, int) and not isinstance(x, bool), int),
-}
-"""Value types by a part of a field's annotation; the first key that occurs in the annotation counts."""
-
-
-def _value(hint: Any, value: Any, name: str) -> Any:
-    record = next((each for each in (hint, *get_args(hint)) if hasattr(each, "__dataclass_fields__")), None)
-    if record is not None:
+def _convert(hint: Any, value: Any, name: str) -> Any:
+    """Return ``value`` in the type of the annotation ``hint``. The record itself checks a Literal."""
+    hint = get_args(hint)[0] if isinstance(hint, UnionType) else hint  # X | None: TOML has no None
+    if get_origin(hint) is Literal:
+        return value
+    if is_dataclass(hint) or get_origin(hint) is Mapping:
         if not isinstance(value, dict):
             raise ValueError(f"{name} must be a table, [{name}], got {value!r}")
-        return made(record, value, name)
-    form = next(form for kind, form in FORMS.items() if kind in str(hint))
-    if not form.fits(value):
-        raise ValueError(f"{name} must be {form.words}, got {value!r}")
-    for each in value if isinstance(value, list) else [value]:
-        if isinstance(each, int) and abs(each) > form.most:
-            raise ValueError(f"{name} must be at most {form.most:.10g}, got {each}: pass a smaller one")
-    return form.held(value)
+        return build_record(hint, value, name) if is_dataclass(hint) else value  # type: ignore[arg-type]
+    several = get_origin(hint) is tuple
+    kind = get_args(hint)[0] if several else hint
+    one, many, most = KINDS[kind]
+    items = value if isinstance(value, list) else [value]
+    types = (int, float) if kind is float else (kind,)
+    if several != isinstance(value, list) or not all(type(each) in types for each in items):
+        raise ValueError(f"{name} must be {many if several else one}, got {value!r}")
+    for each in items:
+        if isinstance(each, int) and abs(each) > most:
+            raise ValueError(f"{name} must be at most {most:.10g}, got {each}: pass a smaller one")
+    return tuple(items) if several else kind(value)

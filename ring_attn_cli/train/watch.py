@@ -35,36 +35,31 @@ class TrainWatch:
 
     def __call__(self, kind: str, line: dict[str, Any]) -> None:
         """Show a line of the log. ``kind``: "run", "step", "evaluation" or "passkey"."""
+        step = line["step"]
         if kind == "run":
-            began = f", from step {line['step']}" if line["step"] else ""
+            began = f", from step {step}" if step else ""
             trained = f" ({line['trained']:,} train, {line['frozen']:,} are frozen)" if line["frozen"] else ""
             where = f"{line['devices']} x {line['device']}{began}, into {self._config.out}"
-            words = f"{line['parameters']:,} weights{trained} on {where}"
-            self._console.print(escape(words))
-            for words in line["changed"]:
+            for words in (f"{line['parameters']:,} weights{trained} on {where}", *line["changed"]):
                 self._console.print(escape(words))
-            at_end = line["step"] >= self._config.steps
-            if at_end:
-                self._console.print(f"step {line['step']} of {self._config.steps}: nothing is left to train; pass more --steps")
             stage = "first step" if line["device"] == "cpu" else "compiling kernels, first step"
-            self._progress.update(self._task, completed=line["step"], description="" if at_end else stage)
+            if step >= self._config.steps:
+                stage = ""
+                self._console.print(f"step {step} of {self._config.steps}: nothing is left to train; pass more --steps")
+            self._progress.update(self._task, completed=step, description=stage)
         elif kind == "step":
-            self._progress.update(self._task, completed=line["step"], description=in_short(line))
+            mfu = "" if line["mfu"] is None else f", MFU {line['mfu']:.1%}"
+            speed = f"{line['tokens_per_second']:,.0f} tokens/s, {line['tflops']:.3g} TFLOP/s{mfu}"
+            words = f"loss {line['loss']:.4f}, {speed}, {line['memory'] / 2**30:.2f} GiB"
+            self._progress.update(self._task, completed=step, description=words)
             if not self._console.is_terminal and time.monotonic() - self._shown > EVERY:
                 self._shown = time.monotonic()
-                self._console.print(f"step {line['step']}: {in_short(line)}")
+                self._console.print(f"step {step}: {words}")
         elif kind == "evaluation":
             known = (f"{end}: {x:.3f}" for end, x in zip(line["ends"], line["by_position"], strict=True) if x is not None)
-            self._console.print(f"step {line['step']}: held-out loss {line['loss']:.4f}; up to position {', '.join(known)}")
+            self._console.print(f"step {step}: held-out loss {line['loss']:.4f}; up to position {', '.join(known)}")
         elif kind == "passkey":
             self._found.append(f"{line['accuracy']:.0%} of {line['length']} tokens")
             if len(self._found) == len(self._config.passkey.lengths):
-                self._console.print(f"step {line['step']}: passkeys found: {', '.join(self._found)}")
+                self._console.print(f"step {step}: passkeys found: {', '.join(self._found)}")
                 self._found = []
-
-
-def in_short(line: dict[str, Any]) -> str:
-    """Return loss, speed and memory of a step in a few words."""
-    mfu = "" if line["mfu"] is None else f", MFU {line['mfu']:.1%}"
-    speed = f"{line['tokens_per_second']:,.0f} tokens/s, {line['tflops']:.3g} TFLOP/s{mfu}"
-    return f"loss {line['loss']:.4f}, {speed}, {line['memory'] / 2**30:.2f} GiB"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -18,20 +20,24 @@ class TrainStep(NamedTuple):
 
 
 class RunDevices(NamedTuple):
-    """The devices of a run: the name of one, their number, and one's peak memory so far, in bytes.
-    Without memory statistics, as on CPUs, the memory is that of this process."""
+    """The devices of a run: the name of one, their number, and one's peak memory so far, in bytes."""
 
     device: str
     devices: int
     memory: int
 
 
-class Side(Protocol):
+def measure_process() -> int:
+    """Return the peak memory of this process in bytes, for devices without memory statistics, such as CPUs."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Trainer(Protocol):
     """The model, optimizer and data of this process, in one framework; all processes call each method together.
     ``data`` yields microbatches, each a ``Shard``. ``first``: True in the process that writes the log."""
 
     first: bool
-    config: TransformerConfig
+    model_config: TransformerConfig
     parameters: int
     """Number of all weights."""
     trained: int

@@ -1,0 +1,258 @@
+"""A training run in JAX: one program on devices of one or several processes. Imported only if JAX is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import ring_attn_jax
+from ring_attn_core.model.progress import ResumePoint
+from ring_attn_jax import (
+    Checkpoints,
+    RingTransformer,
+    SequenceShardedDataset,
+    Shard,
+    TracedLayout,
+    check_ranks,
+    count_labels,
+    loss,
+    shard_batch,
+)
+from ring_attn_jax.training import lora  # noqa: F401  # model.py takes it from the package
+
+from ..processes import hold_interrupts
+from .config import DTYPES, Config
+from .data import check_vocab, dataset_arguments
+from .folder import CHECKPOINTS, extract_lora
+from .jax_mesh import AXES, make_mesh, place, weight_shardings
+from .jax_optimizer import adamw, compiler_options
+from .loop import Tell, train
+from .model import build_model, save_model
+from .trainer_protocol import RunDevices, TrainStep, measure_process
+
+MAX_BYTES = 4096
+"""Size of the text that process 0 broadcasts, in bytes; a longer text is cut."""
+
+
+def run(config: Config, tell: Tell) -> None:
+    """Train on accelerators if there are enough for all ranks, else on CPU devices. Only process 0 tells each line of the log."""
+    if "float64" in [config.model.get(name) for name in DTYPES]:
+        jax.config.update("jax_enable_x64", True)
+    trainer = JaxTrainer(config, make_mesh(config))
+    try:
+        train(config, trainer, tell)
+    except BaseException:
+        if jax.process_count() == 1:
+            trainer.close()
+        raise
+
+
+def join(coordinator: str, processes: int | None, process: int | None) -> None:
+    """Join the JAX program as ``process`` of ``processes``. With ``coordinator`` "auto", the launcher sets both numbers."""
+    jax.distributed.initialize(None if coordinator == "auto" else coordinator, processes, process)
+
+
+def split_cpu(config: Config, processes: int | None) -> None:
+    """Split the CPU into ranks x replicas // ``processes`` devices, at least 1; None: do nothing, only the launcher knows it."""
+    if processes is not None:
+        jax.config.update("jax_num_cpu_devices", max(1, config.ring.ranks * config.ring.replicas // processes))
+
+
+def is_first() -> bool:
+    """Return True in process 0 of the JAX program."""
+    return jax.process_index() == 0
+
+
+def share_text(words: str) -> str:
+    """Return the ``words`` of process 0 in every process, cut to ``MAX_BYTES`` bytes if there are several processes."""
+    if jax.process_count() == 1:
+        return words
+    sent = np.frombuffer(words.encode(errors="replace")[:MAX_BYTES].ljust(MAX_BYTES), np.uint8)
+    sent = np.asarray(multihost_utils.broadcast_one_to_all(sent))
+    return sent.astype(np.uint8).tobytes().decode(errors="ignore").rstrip()
+
+
+class Batch(NamedTuple):
+    """Stacked microbatches [microbatch, rows, tokens, ...] in layout order. ``layout``: the stacked balanced layouts, or None."""
+
+    ids: Any
+    labels: Any
+    positions: Any
+    extents: Any
+    layout: TracedLayout | None
+
+
+class StaticArguments(NamedTuple):
+    """The static arguments of a compiled function.
+    ``sharded``: weights are sharded over all devices. ``chunk``: tokens whose logits a rank holds at a time. ``length``: tokens
+    of a row. ``rows``: rows of a microbatch."""
+
+    mesh: Mesh
+    sharded: bool
+    chunk: int
+    length: int
+    rows: int
+
+
+class JaxTrainer:
+    """The ``Trainer`` of a run in JAX over a mesh.
+    A step donates the arrays of model and optimizer, so that XLA may reuse their memory."""
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.first = is_first()
+        self._config, self._mesh = config, mesh
+        self.data, self.held_out = (
+            SequenceShardedDataset(**dataset_arguments(config, held_out), rank=None, batch_size=config.rows)
+            for held_out in (False, True)
+        )
+        check_ranks({"data": self.data.state(), "held out": self.held_out.state()})
+        self._sharded = config.ring.weights == "sharded"
+        with jax.default_device(jax.local_devices(backend="cpu")[0] if self._sharded else None):
+            first = {"rngs": nnx.Rngs(0)}
+            self._model: RingTransformer = build_model(config, ring_attn_jax, first, mesh=mesh, batch_axes="data")
+        place(self._model, mesh, self._sharded)  # as a step returns them, so that step 2 does not recompile
+        self.model_config = self._model.config
+        check_vocab(self.data.vocab, self.model_config.vocab)
+        trained = nnx.Param if config.lora is None else nnx.LoRAParam  # a LoRAParam is a Param too
+        self.parameters, self.trained = (
+            sum(x.size for x in jax.tree.leaves(nnx.state(self._model, kind))) for kind in (nnx.Param, trained)
+        )
+        self._optimizer = nnx.Optimizer(self._model, adamw(config.optimizer, config.steps), wrt=trained)
+        place(self._optimizer, mesh, self._sharded)
+        options = compiler_options(mesh.devices.flat[0].platform, config.ring.activations)
+        self._step = jax.jit(_step, static_argnames=("graph", "static"), donate_argnames="state", compiler_options=options)
+        self._checkpoints = Checkpoints(Path(config.out, CHECKPOINTS), keep=config.keep)
+
+    def resume(self) -> ResumePoint | None:
+        """Load the newest checkpoint, if there is one. Before the load, delete the initial weights and moments to save memory."""
+        if self._checkpoints.steps():
+            for x in jax.tree.leaves(nnx.state((self._model, self._optimizer))):
+                x.delete()
+        return self._checkpoints.resume(self._model, self._optimizer)
+
+    def save(self, step: int, data: str) -> None:
+        with hold_interrupts():  # else orbax's threads may outlive the run that has started them
+            self._checkpoints.save(step, self._model, self._optimizer, data=data, more=extract_lora(self._config))
+
+    def close(self) -> None:
+        """Wait for a save in progress, and ignore its OSError. Only then may the folder be unlocked for another run."""
+        with suppress(OSError):
+            self._checkpoints.close()
+
+    def finish(self) -> None:
+        self._checkpoints.close()
+        save_model(self._config, ring_attn_jax, self._model)
+
+    def shard(self, ids: list[list[int]], labels: list[list[int]]) -> Shard:
+        whole, ring = jnp.asarray(ids), self._config.ring
+        return shard_batch(whole, ring.layout, ring.ranks, labels=jnp.asarray(labels), documents=jnp.zeros_like(whole))
+
+    def step(self, number: int, microbatches: list[Shard]) -> TrainStep:
+        seed = jnp.asarray(self._config.seed + number)
+        graph, state = nnx.split(both := (self._model, self._optimizer))
+        value, norm, state = self._step(graph, state, self._place(microbatches), seed, self._static(microbatches[0]))
+        nnx.update(both, state)
+        return TrainStep(float(value), float(norm))
+
+    def losses(self, microbatch: Shard, ends: list[int]) -> Iterator[tuple[float, int]]:
+        batch, static = self._place([microbatch]), self._static(microbatch)
+        sums, counts = _losses(*nnx.split(self._model), batch, tuple(ends), static)
+        return zip(np.asarray(sums).tolist(), np.asarray(counts).tolist(), strict=True)
+
+    def wrong(self, microbatch: Shard) -> list[int]:
+        labels = np.asarray(microbatch.labels)
+        rows, tokens = np.nonzero(labels != -100)
+        best = _best(*nnx.split(self._model), self._place([microbatch]), (rows, tokens), self._static(microbatch))
+        missed = np.asarray(best) != labels[rows, tokens]
+        return np.bincount(rows, missed, len(labels)).astype(int).tolist()
+
+    def machine(self) -> RunDevices:
+        device = jax.local_devices()[0] if self._mesh.size > 1 else self._mesh.local_devices[0]
+        stats = None if device.platform == "cpu" else device.memory_stats()
+        return RunDevices(device.device_kind, self._mesh.size, stats["peak_bytes_in_use"] if stats else measure_process())
+
+    def _static(self, shard: Shard) -> StaticArguments:
+        return StaticArguments(self._mesh, self._sharded, self._config.ring.chunk, shard.length, self._config.rows)
+
+    def _place(self, microbatches: list[Shard]) -> Batch:
+        """Put the microbatches on the devices of the mesh; each process fills its own devices."""
+
+        def put(spec: PartitionSpec, *leaves: jax.Array) -> jax.Array:
+            whole = np.stack(list(map(np.asarray, leaves)))
+            return jax.make_array_from_callback(whole.shape, NamedSharding(self._mesh, spec), lambda index: whole[index])
+
+        layouts = [None if shard.layout is None else TracedLayout.of(shard.layout) for shard in microbatches]
+        tokens: Any = jax.tree.map(partial(put, PartitionSpec(None, *AXES)), *[shard[:4] for shard in microbatches])
+        return Batch._make([*tokens, jax.tree.map(partial(put, PartitionSpec()), *layouts)])
+
+
+def _step(graph: Any, state: Any, batch: Batch, seed: jax.Array, static: StaticArguments) -> tuple[Any, Any, Any]:
+    """Run one optimizer step and return the loss, the gradient norm, and the new state of model and optimizer.
+    It is compiled by ``jax.jit``, because ``nnx.jit`` does not take compiler options."""
+    model, optimizer = nnx.merge(graph, state)
+    structure, weights, frozen = nnx.split(model, optimizer.wrt, ...)
+    total = jnp.maximum(count_labels(batch.labels, axis_name=None), 1)
+    kind = jnp.promote_types(model.config.param_dtype, jnp.float32)
+
+    def objective(weights: Any, number: jax.Array, microbatch: Batch) -> jax.Array:
+        whole = nnx.merge(structure, weights, frozen)
+        hidden = _hidden(whole, microbatch, static, seed if model.config.dropout_rate else None, number * static.rows)
+        return (_loss(whole, hidden, microbatch.labels, static) / total).astype(kind)
+
+    def add(sums: Any, each: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, jax.value_and_grad(objective)(weights, *each)), None
+
+    nothing = jnp.zeros((), kind), jax.tree.map(jnp.zeros_like, weights)
+    (value, gradients), _ = jax.lax.scan(add, nothing, (jnp.arange(len(batch.ids)), batch))
+    norm = optax.tree.norm(gradients)
+    optimizer.update(model, gradients)
+    state = nnx.state((model, optimizer))
+    if static.sharded:
+        state = jax.lax.with_sharding_constraint(state, weight_shardings(state, static.mesh, True))
+    return value, norm, state
+
+
+@partial(jax.jit, static_argnames=("graph", "ends", "static"))  # nnx.jit would return a copy of the weights
+def _losses(graph: Any, state: Any, batch: Batch, ends: tuple[int, ...], static: StaticArguments) -> tuple[jax.Array, jax.Array]:
+    model, one = nnx.merge(graph, state), jax.tree.map(lambda x: x[0], batch)
+    hidden, before = _hidden(model, one, static), one.positions - one.extents[..., 0]
+    sums, counts = [], []
+    for begin, end in zip((0, *ends), ends, strict=False):
+        labels = jnp.where((begin <= before) & (before < end), one.labels, -100)
+        sums.append(_loss(model, hidden, labels, static))
+        counts.append(count_labels(labels, axis_name=None))
+    return jnp.stack(sums), jnp.stack(counts)
+
+
+@partial(jax.jit, static_argnames=("graph", "static"))
+def _best(graph: Any, state: Any, batch: Batch, where: tuple[Any, Any], static: StaticArguments) -> jax.Array:
+    model = nnx.merge(graph, state)
+    hidden = _hidden(model, jax.tree.map(lambda x: x[0], batch), static)[where]
+    best = (hidden @ model.head_weight.astype(hidden.dtype).T).argmax(-1)
+    return jax.lax.with_sharding_constraint(best, NamedSharding(static.mesh, PartitionSpec()))  # replicated for all processes
+
+
+def _hidden(
+    model: RingTransformer, batch: Batch, static: StaticArguments, seed: jax.Array | None = None, row: Any = 0
+) -> jax.Array:
+    """Return the last hidden states. Apply dropout only with a ``seed``. ``row``: the number of the optimizer step's rows before
+    this microbatch; it offsets the dropout mask."""
+    inputs, masks = (batch.ids, batch.positions, static.length), {"extents": batch.extents, "layout": batch.layout}
+    return model(*inputs, **masks, dropout_seed=seed, dropout_offset=(row, 0), return_hidden=True)
+
+
+def _loss(model: RingTransformer, hidden: jax.Array, labels: jax.Array, static: StaticArguments) -> jax.Array:
+    """Return the loss summed over all labels, computed in chunks of tokens."""
+    ring: dict[str, Any] = {"axis_name": "seq", "mesh": static.mesh, "batch_axes": "data"}
+    return loss(hidden, labels, head=model.head_weight, chunk=static.chunk, reduction="sum", **ring)
