@@ -10,10 +10,12 @@ import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ring_attn_cli.train.loop import lines
+from ring_attn_cli.train.config import Config, read
+from ring_attn_cli.train.loop import lines, train
 
 from .support import corpus, warm
 from .support.programs import environment
@@ -25,16 +27,16 @@ PATIENCE = 300
 RANKS = 2
 
 
-def started(folder: Path, name: str, restarts: int) -> subprocess.Popen[str]:
-    """Start the command: 12 steps on two ranks, with a checkpoint every third."""
+def started(folder: Path) -> subprocess.Popen[str]:
+    """Start the command under torchrun: 12 steps on two ranks, with a checkpoint every third."""
     corpus.write_texts(folder / "data", (700, 61, 1, 900, 100, 3, 1300))
     (folder / "config.toml").write_text(
         "steps = 12\nsave_every = 3\n[model]\ndim = 16\ndepth = 1\nheads = 2\nkv_heads = 1\nhidden = 24\ndropout_rate = 0.1\n"
         f"[data]\nfolder = '{folder / 'data'}'\npattern = '**/*.txt'\nheld_out = '**/*.txt'\nlength = 64\n"
         f"[ring]\nranks = {RANKS}\n[evaluation]\nevery = 40\nbatches = 1\n[passkey]\nlengths = []\n"
     )
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}"]
-    train = ["-m", "ring_attn_cli", "train", str(folder / "config.toml"), "--out", str(folder / name)]
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", f"--max-restarts={RANKS}"]
+    train = ["-m", "ring_attn_cli", "train", str(folder / "config.toml"), "--out", str(folder / "killed")]
     command = [sys.executable, *launch, *train]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, env=environment(), start_new_session=True, **pipes)
@@ -50,6 +52,14 @@ def rank_of(agent: int, rank: int) -> int:
         except OSError:
             continue
     raise AssertionError(f"no process of rank {rank}")
+
+
+def train_as_rank(group: Any, config: Config) -> None:
+    import torch
+
+    from ring_attn_cli.train.torch_worker import RankPlace, TorchTrainer
+
+    train(config, TorchTrainer(config, RankPlace(group, group, 0, torch.device("cpu"))), lambda kind, line: None)
 
 
 def steps_of(folder: Path) -> list[tuple[int, float]]:
@@ -108,13 +118,10 @@ def test_a_restarted_rank_sees_nothing_of_the_ranks_before_in_the_store_of_torch
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the process of a rank in /proc")
-def test_torchrun_restarts_a_run_from_its_newest_checkpoint_to_the_bit(tmp_path):
-    """Each of the two ranks is killed once."""
+def test_torchrun_restarts_a_run_from_its_newest_checkpoint_to_the_bit(gloo, tmp_path):
+    """Each of the two ranks is killed once. The run that nothing interrupts is one of two processes of the tests."""
     whole, killed = (tmp_path / name for name in ("whole", "killed"))
-    run = started(tmp_path, "whole", 0)
-    said, _ = run.communicate(timeout=PATIENCE)
-    assert run.returncode == 0, said
-    run, saved = started(tmp_path, "killed", RANKS), 0
+    run, saved = started(tmp_path), 0
     try:
         for rank in range(RANKS):
             saved = await_checkpoint(run, killed, saved)
@@ -125,6 +132,7 @@ def test_torchrun_restarts_a_run_from_its_newest_checkpoint_to_the_bit(tmp_path)
         run.communicate()
     assert run.returncode == 0, said
     assert len([line for line in lines(killed / "log.jsonl") if line["kind"] == "run"]) == 1 + RANKS
+    gloo(RANKS, train_as_rank, read(tmp_path / "config.toml", out=str(whole)))
     assert steps_of(killed) == steps_of(whole)
     ours, theirs = ((folder / "weights" / "model.safetensors").read_bytes() for folder in (killed, whole))
     assert ours == theirs

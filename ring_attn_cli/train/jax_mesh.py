@@ -35,11 +35,11 @@ def weight_shardings(state: Any, mesh: Mesh, sharded: bool) -> Any:
     ``sharded``: over all axes, along the first dimension that is a multiple of the devices; an array without one is
     replicated."""
 
-    def of(x: Any) -> NamedSharding:
+    def shard(x: Any) -> NamedSharding:
         divided = [i for i, size in enumerate(x.shape) if sharded and size and size % mesh.size == 0]
         return NamedSharding(mesh, PartitionSpec(*[None] * divided[0], mesh.axis_names) if divided else PartitionSpec())
 
-    return jax.tree.map(of, state)
+    return jax.tree.map(shard, state)
 
 
 def place(module: nnx.Pytree, mesh: Mesh, sharded: bool) -> None:

@@ -32,17 +32,19 @@ from ring_attn_jax import (
 from ring_attn_jax.training import lora  # noqa: F401  # model.py takes it from the package
 
 from ..processes import hold_interrupts
+from .arithmetic import rates
 from .config import DTYPES, Config
 from .data import check_vocab, dataset_arguments
 from .folder import CHECKPOINTS, extract_lora
 from .jax_mesh import AXES, make_mesh, place, weight_shardings
-from .jax_optimizer import adamw, compiler_options
 from .loop import Tell, train
 from .model import build_model, save_model
 from .trainer_protocol import RunDevices, TrainStep, measure_process
 
 MAX_BYTES = 4096
 """Size of the text that process 0 broadcasts, in bytes; a longer text is cut."""
+SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+"""The XLA option of a scheduler that would keep offloaded activations on the GPU (docs/checkpointing.md)."""
 
 
 def run(config: Config, tell: Tell) -> None:
@@ -128,7 +130,7 @@ class JaxTrainer:
         self.parameters, self.trained = (
             sum(x.size for x in jax.tree.leaves(nnx.state(self._model, kind))) for kind in (nnx.Param, trained)
         )
-        self._optimizer = nnx.Optimizer(self._model, adamw(config.optimizer, config.steps), wrt=trained)
+        self._optimizer = nnx.Optimizer(self._model, adamw(config), wrt=trained)
         place(self._optimizer, mesh, self._sharded)
         options = compiler_options(mesh.devices.flat[0].platform, config.ring.activations)
         self._step = jax.jit(_step, static_argnames=("graph", "static"), donate_argnames="state", compiler_options=options)
@@ -155,8 +157,8 @@ class JaxTrainer:
         save_model(self._config, ring_attn_jax, self._model)
 
     def shard(self, ids: list[list[int]], labels: list[list[int]]) -> Shard:
-        whole, ring = jnp.asarray(ids), self._config.ring
-        return shard_batch(whole, ring.layout, ring.ranks, labels=jnp.asarray(labels), documents=jnp.zeros_like(whole))
+        tokens, ring = jnp.asarray(ids), self._config.ring
+        return shard_batch(tokens, ring.layout, ring.ranks, labels=jnp.asarray(labels), documents=jnp.zeros_like(tokens))
 
     def step(self, number: int, microbatches: list[Shard]) -> TrainStep:
         seed = jnp.asarray(self._config.seed + number)
@@ -189,12 +191,28 @@ class JaxTrainer:
         """Put the microbatches on the devices of the mesh; each process fills its own devices."""
 
         def put(spec: PartitionSpec, *leaves: jax.Array) -> jax.Array:
-            whole = np.stack(list(map(np.asarray, leaves)))
-            return jax.make_array_from_callback(whole.shape, NamedSharding(self._mesh, spec), lambda index: whole[index])
+            stacked = np.stack(list(map(np.asarray, leaves)))
+            return jax.make_array_from_callback(stacked.shape, NamedSharding(self._mesh, spec), lambda index: stacked[index])
 
         layouts = [None if shard.layout is None else TracedLayout.of(shard.layout) for shard in microbatches]
         tokens: Any = jax.tree.map(partial(put, PartitionSpec(None, *AXES)), *[shard[:4] for shard in microbatches])
         return Batch._make([*tokens, jax.tree.map(partial(put, PartitionSpec()), *layouts)])
+
+
+def adamw(config: Config) -> optax.GradientTransformation:
+    """Return AdamW with clipping by the global norm and ``arithmetic.rates``. Vectors, such as norms, have no weight decay."""
+    settings, table = config.optimizer, np.array(rates(config.optimizer, config.steps))
+    return optax.chain(
+        optax.clip_by_global_norm(settings.clip),
+        optax.scale_by_adam(settings.beta1, settings.beta2, settings.eps),
+        optax.add_decayed_weights(settings.decay, mask=lambda weights: jax.tree.map(lambda x: x.ndim > 1, weights)),
+        optax.scale_by_learning_rate(lambda count: jnp.asarray(table)[count]),
+    )
+
+
+def compiler_options(platform: str, activations: str) -> dict[str, bool] | None:
+    """Return the XLA options of a training step, or None: ``SCHEDULER`` is off on a GPU if activations are offloaded."""
+    return {SCHEDULER: False} if platform == "gpu" and activations == "offload" else None
 
 
 def _step(graph: Any, state: Any, batch: Batch, seed: jax.Array, static: StaticArguments) -> tuple[Any, Any, Any]:
@@ -206,9 +224,9 @@ def _step(graph: Any, state: Any, batch: Batch, seed: jax.Array, static: StaticA
     kind = jnp.promote_types(model.config.param_dtype, jnp.float32)
 
     def objective(weights: Any, number: jax.Array, microbatch: Batch) -> jax.Array:
-        whole = nnx.merge(structure, weights, frozen)
-        hidden = _hidden(whole, microbatch, static, seed if model.config.dropout_rate else None, number * static.rows)
-        return (_loss(whole, hidden, microbatch.labels, static) / total).astype(kind)
+        merged = nnx.merge(structure, weights, frozen)
+        hidden = _hidden(merged, microbatch, static, seed if model.config.dropout_rate else None, number * static.rows)
+        return (_loss(merged, hidden, microbatch.labels, static) / total).astype(kind)
 
     def add(sums: Any, each: tuple[jax.Array, Batch]) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, sums, jax.value_and_grad(objective)(weights, *each)), None

@@ -156,8 +156,8 @@ class TorchTrainer:
     def shard(self, ids: list[list[int]], labels: list[list[int]]) -> Shard:
         size, ring = self._config.data.batch_size, self._config.ring
         local = slice(self._place.replica * size, (self._place.replica + 1) * size)
-        whole, targets = torch.tensor(ids[local]), torch.tensor(labels[local])
-        return shard_batch(whole, ring.layout, ring.ranks, self._rank, labels=targets, documents=torch.zeros_like(whole))
+        tokens, targets = torch.tensor(ids[local]), torch.tensor(labels[local])
+        return shard_batch(tokens, ring.layout, ring.ranks, self._rank, labels=targets, documents=torch.zeros_like(tokens))
 
     def step(self, number: int, microbatches: list[Shard]) -> TrainStep:
         microbatches = list(map(self._move, microbatches))
