@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from ring_attn_core.data.placed import check_order, where_held
+from ring_attn_core.data.layout_check import check_order, where_held
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
 from ring_attn_core.plan.balanced_layout import BalancedLayout

@@ -12,7 +12,7 @@ import pytest
 
 from ring_attn_core import LAYOUTS, RingPlan, causal
 from ring_attn_core.data.balanced_trees import balanced_tree_layout
-from ring_attn_core.data.placed import check_labels, check_order, where_held
+from ring_attn_core.data.layout_check import check_labels, check_order, where_held
 from ring_attn_core.layouts import ShardLength, gathered_length, plain_length
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.checks import OptionalArray

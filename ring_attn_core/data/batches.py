@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..plan.balanced_layout import BalancedLayout
-from . import records, token_arrays
+from . import row_files, token_arrays
 from .cache import tokenised
 from .documents import File, TokenizedDocuments, found
 from .index import Index, batches_of, reads, state_of
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def documents_of(settings: DatasetSettings) -> TokenizedDocuments:
     """Return the documents of the folder, which holds texts, files of rows, or token arrays."""
-    files = records.without_descriptions(found(settings))
+    files = row_files.without_descriptions(found(settings))
     arrays = [file for file in files if file.name.endswith(token_arrays.SUFFIX)]
     if not arrays:
         _check_rows(files, settings)
@@ -42,7 +42,7 @@ def documents_of(settings: DatasetSettings) -> TokenizedDocuments:
 
 def _check_rows(files: Sequence[File], settings: DatasetSettings) -> None:
     """Raise ValueError if the folder mixes texts and files of rows, or has only texts but ``column`` or ``chat`` is set."""
-    rows, texts = ([file.name for file in files if records.is_records(file) == of] for of in (True, False))
+    rows, texts = ([file.name for file in files if row_files.is_row_file(file) == of] for of in (True, False))
     if rows and texts:
         raise ValueError(
             f"{settings.folder} holds files of rows such as {rows[0]} and texts such as {texts[0]}: pass "
@@ -50,12 +50,12 @@ def _check_rows(files: Sequence[File], settings: DatasetSettings) -> None:
         )
     if texts and settings.chat is not None:
         raise ValueError(
-            f"chat={settings.chat!r} is for {', '.join(records.SUFFIXES)} files with a chat in each row, and {settings.folder} "
+            f"chat={settings.chat!r} is for {', '.join(row_files.SUFFIXES)} files with a chat in each row, and {settings.folder} "
             f"holds texts such as {texts[0]}: leave it out, or pass a pattern of such files"
         )
     if texts and settings.column != COLUMN:
         raise ValueError(
-            f"column={settings.column!r} is for {', '.join(records.SUFFIXES)} files, and {settings.folder} holds texts such as "
+            f"column={settings.column!r} is for {', '.join(row_files.SUFFIXES)} files, and {settings.folder} holds texts such as "
             f"{texts[0]}: leave it out, or pass a pattern of such files"
         )
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import check_regular, identity, open_file, read_bytes, read_json, sample
-from . import records
+from . import row_files
 from .chat import template_files
 from .documents import Document, File, TokenizedDocuments, content_of, unchanged
 from .encoding import CODES, Encode, encoder
@@ -85,7 +85,7 @@ def _key(files: Sequence[File], settings: DatasetSettings, text: bytes | None) -
     tokenizer = None if text is None else sha256(text).hexdigest()
     end = None if settings.end is None else int(settings.end)
     what = [INDEX_VERSION, tokenizer, end, *((file.name, file.size, file.modified) for file in files)]
-    if any(map(records.is_records, files)):  # the key of a folder of texts stays that of older versions
+    if any(map(row_files.is_row_file, files)):  # the key of a folder of texts stays that of older versions
         what.append(("column", settings.column))
     if settings.chat is not None:
         what.append(("chat, tools and weights", settings.chat, template_files(settings.tokenizer)))
@@ -164,7 +164,7 @@ def _written(
                     counts.append(size // width)
                     found.append(row)
                 unchanged(file)
-                rows.append(found if records.is_records(file) else None)
+                rows.append(found if row_files.is_row_file(file) else None)
                 texts.append(text.hexdigest())
             out.flush()
             os.fsync(out.fileno())

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from ..files import open_file
 from ..validation import missing_package
-from . import records
+from . import row_files
 from .chat import ChatTemplate, Span, inside
 from .documents import CHUNK, File, vanished
 from .settings import BYTES, DatasetSettings
@@ -53,8 +53,8 @@ def encoder(settings: DatasetSettings, tokenizer_text: bytes | None) -> tuple[En
             return _chats(settings, tokenizer), vocab
 
     def encode(file: File, width: int, content: Any) -> Iterator[tuple[int, Iterable[bytes]]]:
-        if records.is_records(file):
-            rows = records.texts(file, settings.column, content)
+        if row_files.is_row_file(file):
+            rows = row_files.texts(file, settings.column, content)
             yield from _rows(file, settings.column, rows, lambda texts: ids_of(texts, width))
         else:
             yield 1, _checked(pieces_of(file, width, content), file)
@@ -114,7 +114,7 @@ def _chats(settings: DatasetSettings, tokenizer: Any) -> Encode:
                 packed.append(_packed(ids, width))
             return packed
 
-        chats = records.chats(file, column, content)
+        chats = row_files.chats(file, column, content)
         rows = ((row, template.text_of(chat, f"{file.path}, row {row}")) for row, chat in chats)
         yield from _rows(file, column, rows, ids_of, "chat")
         if settings.marks_labels and not labelled:

@@ -15,7 +15,7 @@ CALLS = "tool_calls"
 
 
 class ChatRow(NamedTuple):
-    """The messages of a chat, and its tools or None, unchecked, as :func:`records.chats` reads them from a row of a file."""
+    """The messages of a chat, and its tools or None, unchecked, as :func:`row_files.chats` reads them from a row of a file."""
 
     messages: Any
     tools: Any

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from ring_attn_core.data.balanced_trees import balanced_tree_layout
-from ring_attn_core.data.placed import check_labels
+from ring_attn_core.data.layout_check import check_labels
 from ring_attn_core.data.trees import batch_of_trees, longest_path, trees_of
 from ring_attn_core.layouts import ShardLength, check_rank
 from ring_attn_core.plan.balanced import layout_of_ids

@@ -25,8 +25,8 @@ from .activations import caller
 from .attention import RingAttention
 from .auto_shard import ShardedRows, check_alone
 from .block import Block
+from .layout_check import check_layout
 from .parts import LinearMap, RMSNorm, dtype_name, look_up, product, resharded
-from .placed import placed
 from .ring import LayerArguments, LayerRing
 
 
@@ -163,7 +163,7 @@ class RingTransformer(nnx.Module):
             positions = self.ring.positions(ids.shape[1], layout)
         causal = self.config.mask.lo is not None and self.config.mask.lo >= 0
         tree = key_extents if longest_path is not None else None
-        x = placed(self.embedded(ids), extents if causal else None, tree, length, layout, self.ring)
+        x = check_layout(self.embedded(ids), extents if causal else None, tree, length, layout, self.ring)
         call = caller(self.activations)
         for layer, block in enumerate(self.blocks):
             offset = layer_offset(dropout_offset, layer, self.config.heads)

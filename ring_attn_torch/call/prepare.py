@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
-from ring_attn_core.data.placed import check_order, where_held
+from ring_attn_core.data.layout_check import check_order, where_held
 from ring_attn_core.kernels.backends import PASSES, VENDORS, begin_backward, runnable
 from ring_attn_core.plan.needed import NeededPlan, check_available, unavailable
 from ring_attn_core.plan.ring import RingPlan

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ring_attn_core.data.balanced_trees import balanced_tree_layout
-from ring_attn_core.data.placed import check_labels
+from ring_attn_core.data.layout_check import check_labels
 from ring_attn_core.data.trees import batch_of_trees, longest_path, trees_of
 from ring_attn_core.layouts import check_rank
 from ring_attn_core.plan.balanced import layout_of_ids

@@ -25,8 +25,8 @@ from .activations import caller
 from .attention import RingAttention
 from .auto_shard import ShardedRows, check_alone
 from .block import Block
+from .layout_check import agree_on_places
 from .parts import LinearMap, RMSNorm, dtype_name
-from .placed import agree_on_places
 from .ring import LayerArguments, LayerRing
 from .tree_agreement import agree_on_tree
 

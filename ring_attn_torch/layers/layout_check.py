@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn_core.data.placed import check_placed
+from ring_attn_core.data.layout_check import check_extents_match_layout
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.validation import is_integer
 
@@ -30,5 +30,5 @@ def agree_on_places(ids: Tensor, extents: Any, length: Any, layout: BalancedLayo
         tokens = ring.positions(shape[1], layout=layout).numpy() if fits else None
         if tokens is not None and tokens.shape == shape[1:]:
             inside = tokens < length if is_integer(length) else slice(None)
-            check_placed(extents.cpu().numpy()[:, inside], tokens[inside], of_tree=False)
+            check_extents_match_layout(extents.cpu().numpy()[:, inside], tokens[inside], of_tree=False)
     agree(call, group, again=True)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ring_attn_core.data.placed import check_placed, misplaced
+from ring_attn_core.data.layout_check import check_extents_match_layout, mark_mismatches
 from ring_attn_core.layouts import named
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.validation import is_integer, is_traced
@@ -27,7 +27,7 @@ from .parts import resharded
 from .ring import LayerRing
 
 
-def placed(
+def check_layout(
     x: jax.Array,
     extents: Any,
     key_extents: Any,
@@ -49,10 +49,10 @@ def placed(
         values = on_host(given) if isinstance(tokens, np.ndarray) else None
         if values is not None:
             inside = slice(None) if of_tree or not _is_known(length) else tokens < length
-            check_placed(values[:, inside], tokens[inside], of_tree)
+            check_extents_match_layout(values[:, inside], tokens[inside], of_tree)
             continue
         rows = tokens[None]  # of the rank of the extents: jax_numpy_rank_promotion may be "raise"
-        found = misplaced(clipped(jnp.asarray(given)), rows, of_tree)
+        found = mark_mismatches(clipped(jnp.asarray(given)), rows, of_tree)
         found = found if of_tree or not _is_known(length) else found & (rows < length)
         wrong = found if wrong is None else wrong | found
     if wrong is None:

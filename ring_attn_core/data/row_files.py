@@ -22,7 +22,7 @@ ROWS = 1024
 """Number of rows of a Parquet file that are read at a time."""
 
 
-def is_records(file: File) -> bool:
+def is_row_file(file: File) -> bool:
     """Return True if the file's suffix is in ``SUFFIXES``: each row of the file is then a document."""
     return file.name.endswith(SUFFIXES)
 

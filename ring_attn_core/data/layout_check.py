@@ -62,7 +62,7 @@ def check_labels(labels: Any, ids: Any, documents: Any) -> None:
         )
 
 
-def misplaced(extents: Any, tokens: Any, of_tree: bool) -> Any:
+def mark_mismatches(extents: Any, tokens: Any, of_tree: bool) -> Any:
     """Return bool [rows, tokens]: True if a token's nonempty extent is impossible at the token's position.
     ``extents`` [rows, tokens, 2], ``tokens`` [tokens] or [rows, tokens]: positions. Extents ``of_tree`` must contain their token;
     those of causal queries must begin at or before it."""
@@ -73,9 +73,9 @@ def misplaced(extents: Any, tokens: Any, of_tree: bool) -> Any:
     return (first < end) & outside
 
 
-def check_placed(extents: Any, tokens: Any, of_tree: bool) -> None:
-    """Raise ValueError if :func:`misplaced` is True for a token."""
-    wrong = misplaced(extents, tokens, of_tree)
+def check_extents_match_layout(extents: Any, tokens: Any, of_tree: bool) -> None:
+    """Raise ValueError if :func:`mark_mismatches` is True for a token."""
+    wrong = mark_mismatches(extents, tokens, of_tree)
     if not wrong.any():
         return
     row, index = (int(i) for i in next(zip(*wrong.nonzero(), strict=True)))
