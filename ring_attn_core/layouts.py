@@ -131,6 +131,12 @@ def check_pad_value(pad_value: Any, bounds: tuple[int, int] | None) -> None:
         )
 
 
+def check_padded(tokens: int, padded: int, where: str) -> None:
+    """Check that an array for ``from_layout`` has as many tokens as ``to_layout`` returns. ``where``: goes into the error."""
+    if tokens != padded:
+        raise ValueError(f"from_layout expects {padded} tokens {where}, got {tokens}: pass the length that to_layout was given")
+
+
 def named(layout: object) -> Layout:
     """Return the layout function that is named ``layout``. Raise ValueError if the name is not in LAYOUTS."""
     if layout == "balanced" or hasattr(layout, "runs"):

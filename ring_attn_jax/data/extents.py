@@ -21,6 +21,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ring_attn_core.data.extents import check_ids, check_one_form, check_prefix, find_disorder, length_of
 from ring_attn_core.layouts import check_length
 from ring_attn_core.validation import in_words
 
@@ -47,12 +48,9 @@ def document_extents(
     Raise ValueError if shapes, dtypes or values break these rules. If the host cannot read the values, as under jit, a row that
     breaks them gets the extents [-1, length), for which attention returns NaN.
     """
-    if (ids is None) == (cu_seqlens is None):
-        raise ValueError(f"document_extents takes either ids or cu_seqlens, got {'neither' if ids is None else 'both'}")
+    check_one_form(ids, cu_seqlens, length)
     if cu_seqlens is not None:
         return _extents_of_ends(integers("cu_seqlens", cu_seqlens, "documents + 1"), length)
-    if length is not None:
-        raise ValueError(f"length={length} goes with cu_seqlens: ids have their own length, leave it out")
     return _extents_of_ids(integers("ids", ids, "batch", "length"))
 
 
@@ -65,9 +63,7 @@ def prefix_extents(prefix: int | Int[Array, " batch"], length: int) -> Int[Array
     """
     check_length(length)
     first = integers("prefix", prefix, *(["batch"] if converted("prefix", prefix).ndim else []))
-    values = on_host(first)
-    if values is not None and ((values < 0) | (values > length)).any():
-        raise ValueError(f"prefix must be 0 to length={length} tokens, got {_short(values)}")
+    check_prefix(on_host(first), length)
     end = jnp.maximum(first.reshape(-1, 1), jnp.arange(1, length + 1, dtype=first.dtype)[None]).astype(jnp.int32)
     return jnp.stack([jnp.zeros_like(end), end], -1)
 
@@ -110,8 +106,7 @@ def whole(x: jax.Array, dim: int) -> jax.Array:
 
 def _extents_of_ids(ids: jax.Array) -> jax.Array:
     values = on_host(ids)
-    if values is not None:
-        _check_ids(values)
+    check_ids(values, "jnp.where")
     ids, length = whole(ids, 1), ids.shape[1]
     position = jnp.arange(length, dtype=jnp.int32)[None]
     change, edge = ids[:, 1:] != ids[:, :-1], jnp.ones_like(ids[:, :1], bool)
@@ -121,50 +116,15 @@ def _extents_of_ids(ids: jax.Array) -> jax.Array:
     extents = jnp.where((ids < 0)[..., None], 0, jnp.stack([first, end], -1))
     if values is not None:
         return extents
-    decreasing, torn = _disorder(ids, lax.cummax(ids, axis=1))
+    decreasing, torn = find_disorder(ids, lax.cummax(ids, axis=1))
     return jnp.where((decreasing | torn).any(1)[:, None, None], jnp.array([-1, length], jnp.int32), extents)
 
 
-def _disorder(ids: Any, highest: Any) -> tuple[Any, Any]:
-    """Return bool [batch, length - 1] twice: ids that decrease, and ids that go on after padding. ``highest``: the id so far."""
-    before, this, highest = ids[:, :-1], ids[:, 1:], highest[:, :-1]
-    return (this >= 0) & (this < highest), (this >= 0) & (this == highest) & (before < 0)
-
-
-def _check_ids(ids: np.ndarray) -> None:
-    highest = np.maximum.accumulate(ids, 1)
-    decreasing, torn = _disorder(ids, highest)
-    for row, i in np.argwhere(decreasing | torn)[:1]:
-        where = f"document {ids[row, i + 1]} at row {row}, token {i + 1}"
-        if decreasing[row, i]:
-            wrong = f"document ids must not decrease along a row, got {where}, after {highest[row, i]}"
-            zero = "if 0 is padding, as in MaxText, make it negative: jnp.where(ids == 0, -1, ids)"
-            raise ValueError(f"{wrong}: " + ("sort them" if ids[row, i + 1] else f"{zero}; else sort them"))
-        raise ValueError(
-            f"padding (a negative id) inside a document cannot be an extent, one interval per query: {where}, goes on after it. "
-            "Give what follows a new id, or give that padding the document's id and mask it with key_mask"
-        )
-
-
 def _extents_of_ends(ends: jax.Array, length: int | None) -> jax.Array:
-    if length is not None:
-        check_length(length)
-    values = on_host(ends)
-    if values is None and length is None:
-        raise ValueError("document_extents needs length=... for a traced cu_seqlens: no shape can depend on its values")
-    if ends.shape[0] == 0 or (values is not None and (values[0] != 0 or (np.diff(values) < 0).any())):
-        got = "nothing" if values is None else _short(values)
-        raise ValueError(f"cu_seqlens must be 0 and then the end of every document, none before the last, got {got}")
-    length = int(values[-1]) if length is None else length  # type: ignore[index]  # refused above where values is None
-    if values is not None and values[-1] > length:
-        raise ValueError(f"cu_seqlens ends at {values[-1]}, beyond length={length}: pass a length of at least {values[-1]}")
+    length = length_of(on_host(ends), ends.shape[0], length, "for a traced cu_seqlens: no shape can depend on its values")
     position = jnp.arange(length, dtype=ends.dtype)
     entry = jnp.searchsorted(ends, position, side="right")
     extents = jnp.stack([ends[entry - 1], jnp.take(ends, entry, mode="clip")], -1)
     wrong = (ends[0] != 0) | (ends[1:] < ends[:-1]).any() | (ends[-1] > length)
     extents = jnp.where((position < ends[-1])[:, None], extents, 0)[None].astype(jnp.int32)
     return jnp.where(wrong, jnp.array([-1, length], jnp.int32), extents)
-
-
-def _short(values: np.ndarray) -> str:
-    return np.array2string(values, threshold=8, separator=", ")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from ring_attn_core.layouts import check_pad_value, check_rank, check_ranks, named, padded_local
+from ring_attn_core.layouts import check_pad_value, check_padded, check_rank, check_ranks, named, padded_local
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.checks import check_along, check_number
 
@@ -49,11 +49,7 @@ def from_layout(x: jax.Array, layout: str | BalancedLayout | TracedLayout, ranks
     """
     check_along(x, hasattr(x, "shape") and hasattr(x, "dtype"), "an array", dim)
     order = _order(layout, ranks, length)
-    if x.shape[dim] != len(order):
-        raise ValueError(
-            f"from_layout expects {len(order)} tokens along dim {dim} for length={length} over {ranks} ranks in {layout}, "
-            f"got {x.shape[dim]}: pass the length that to_layout was given"
-        )
+    check_padded(x.shape[dim], len(order), f"along dim {dim} for length={length} over {ranks} ranks in {layout}")
     return jnp.take(whole(x, dim), jnp.argsort(order)[:length], axis=dim)
 
 

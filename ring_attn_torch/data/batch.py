@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ring_attn_core.data.balanced_trees import balanced_tree_layout
 from ring_attn_core.data.layout_check import check_labels
+from ring_attn_core.data.sharding import check_arguments, check_key_mask, check_shape, made_layout
 from ring_attn_core.data.trees import batch_of_trees, longest_path, trees_of
-from ring_attn_core.layouts import check_rank
-from ring_attn_core.plan.balanced import layout_of_ids
 from ring_attn_core.plan.balanced_layout import BalancedLayout
-from ring_attn_core.validation import check_integer
 
 from .extents import converted, document_extents, integers, on_host
 from .layout import _order, positions, to_layout
@@ -83,27 +81,17 @@ def shard_batch(
     passed, if torch.compile traces documents in the layout "balanced", or if :func:`document_extents` or :func:`tree_extents`
     refuses its argument.
     """
-    if rank is not None:
-        check_rank(rank, ranks)
-    check_integer("ignore_index", ignore_index)
+    check_arguments(rank, ranks, ignore_index, documents is not None, tree is not None, restart_positions)
     ids = integers("ids", ids, "batch", "length")
     owner, extents = torch.zeros_like(ids), None  # the document of each token, negative for padding
     if documents is not None:
         owner = _shaped_like(ids, documents=integers("documents", documents, "batch", "length"))
         extents = document_extents(owner)
-    elif restart_positions:
-        raise ValueError(
-            "restart_positions=True counts positions from the start of each document: pass documents=..., or leave it out, as "
-            "with a tree, whose positions count from its root"
-        )
     key_extents = of_path = longest = None
     if tree is not None:
-        if documents is not None:
-            raise ValueError("documents and tree were given: pass the tree alone, with a root (parent -1) for each document")
         key_extents, of_path, owner = (torch.from_numpy(x).to(ids.device) for x in batch_of_trees(tree, *ids.shape))
         longest = longest_path(trees_of(*tree))
-    if layout == "balanced":
-        layout = _balanced(owner, ranks) if tree is None else balanced_tree_layout(*tree, ranks, length=ids.shape[1])
+    layout = made_layout(layout, ranks, ids.shape[1], tree, partial(on_host, owner))
     if key_mask is not None:
         key_mask = _shaped_like(ids, key_mask=_boolean(key_mask))
         owner = torch.where(key_mask, owner, -1)
@@ -130,31 +118,15 @@ def shard_batch(
     return Shard(shard(ids), shard(labels, ignore_index), where, extents, key_mask, ids.shape[1], key_extents, dealt, longest)
 
 
-def _balanced(owner: Tensor, ranks: int) -> BalancedLayout:
-    """Return the balanced layout for ``owner`` [batch, length], the document id of each token."""
-    ids = on_host(owner)
-    if ids is None:
-        raise ValueError(
-            'layout="balanced" follows from the values of documents, which a compiled function does not know: call shard_batch '
-            "before it"
-        )
-    return layout_of_ids(ids, ranks)
-
-
 def _shaped_like(ids: Tensor, **array: Tensor) -> Tensor:
     ((name, x),) = array.items()
-    if x.shape != ids.shape:
-        raise ValueError(f"{name} must have the shape of ids {list(ids.shape)}, got {list(x.shape)}")
+    check_shape(name, tuple(x.shape), tuple(ids.shape))
     return x
 
 
 def _boolean(key_mask: Any) -> Tensor:
     key_mask = converted("key_mask", key_mask)
-    if key_mask.dtype != torch.bool:
-        raise ValueError(
-            f"key_mask must be bool, True where a key may be attended, got {key_mask.dtype}: pass key_mask != 0 for zeros and "
-            "ones, key_mask == 0 for an additive mask (0 and -inf)"
-        )
+    check_key_mask(key_mask.dtype == torch.bool, key_mask.dtype)
     return key_mask
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ring_attn_core.data.extents import check_ids, check_one_form, check_prefix, length_of
 from ring_attn_core.layouts import check_length
 from ring_attn_core.validation import in_words
 
@@ -44,12 +45,9 @@ def document_extents(
     Raise ValueError if shapes, dtypes or values break these rules. Values are copied to the host for this check. Under
     torch.compile they are not checked, and the result for invalid values is undefined.
     """
-    if (ids is None) == (cu_seqlens is None):
-        raise ValueError(f"document_extents takes either ids or cu_seqlens, got {'neither' if ids is None else 'both'}")
+    check_one_form(ids, cu_seqlens, length)
     if cu_seqlens is not None:
         return _extents_of_ends(integers("cu_seqlens", cu_seqlens, "documents + 1"), length)
-    if length is not None:
-        raise ValueError(f"length={length} goes with cu_seqlens: ids have their own length, leave it out")
     return _extents_of_ids(integers("ids", ids, "batch", "length"))
 
 
@@ -62,9 +60,7 @@ def prefix_extents(prefix: int | Int[Tensor, " batch"], length: int) -> Int[Tens
     """
     check_length(length)
     first = integers("prefix", prefix, *(["batch"] if converted("prefix", prefix).ndim else []))
-    values = on_host(first)
-    if values is not None and ((values < 0) | (values > length)).any():
-        raise ValueError(f"prefix must be 0 to length={length} tokens, got {_short(values)}")
+    check_prefix(on_host(first), length)
     end = torch.maximum(first.reshape(-1, 1), torch.arange(1, length + 1, device=first.device)).int()
     return torch.stack([torch.zeros_like(end), end], -1)
 
@@ -91,7 +87,7 @@ def on_host(x: Tensor) -> np.ndarray | None:
 
 
 def _extents_of_ids(ids: Tensor) -> Tensor:
-    _check_ids(on_host(ids))
+    check_ids(on_host(ids), "torch.where")
     length = ids.shape[1]
     position = torch.arange(length, device=ids.device)
     change, edge = ids[:, 1:] != ids[:, :-1], torch.ones_like(ids[:, :1], dtype=torch.bool)
@@ -101,41 +97,10 @@ def _extents_of_ids(ids: Tensor) -> Tensor:
     return torch.where((ids < 0)[..., None], 0, torch.stack([first, end], -1)).int()
 
 
-def _check_ids(ids: np.ndarray | None) -> None:
-    if ids is None:
-        return
-    highest, before, this = np.maximum.accumulate(ids, 1)[:, :-1], ids[:, :-1], ids[:, 1:]
-    decreasing = (this >= 0) & (this < highest)
-    torn = (this >= 0) & (this == highest) & (before < 0)
-    for row, i in np.argwhere(decreasing | torn)[:1]:
-        where = f"document {this[row, i]} at row {row}, token {i + 1}"
-        if decreasing[row, i]:
-            wrong = f"document ids must not decrease along a row, got {where}, after {highest[row, i]}"
-            zero = "if 0 is padding, as in MaxText, make it negative: torch.where(ids == 0, -1, ids)"
-            raise ValueError(f"{wrong}: " + ("sort them" if this[row, i] else f"{zero}; else sort them"))
-        raise ValueError(
-            f"padding (a negative id) inside a document cannot be an extent, one interval per query: {where}, goes on after it. "
-            "Give what follows a new id, or give that padding the document's id and mask it with key_mask"
-        )
-
-
 def _extents_of_ends(ends: Tensor, length: int | None) -> Tensor:
-    if length is not None:
-        check_length(length)
-    values = on_host(ends)
-    if values is None and length is None:
-        raise ValueError("document_extents needs length=... under torch.compile: no shape can depend on the values of cu_seqlens")
-    if ends.shape[0] == 0 or (values is not None and (values[0] != 0 or (np.diff(values) < 0).any())):
-        got = "nothing" if values is None else _short(values)
-        raise ValueError(f"cu_seqlens must be 0 and then the end of every document, none before the last, got {got}")
-    length = int(values[-1]) if length is None else length  # type: ignore[index]  # refused above where values is None
-    if values is not None and values[-1] > length:
-        raise ValueError(f"cu_seqlens ends at {values[-1]}, beyond length={length}: pass a length of at least {values[-1]}")
+    unknown = "under torch.compile: no shape can depend on the values of cu_seqlens"
+    length = length_of(on_host(ends), ends.shape[0], length, unknown)
     position = torch.arange(length, device=ends.device)
     entry = torch.searchsorted(ends, position, right=True)
     extents = torch.stack([ends[entry - 1], ends[entry.clamp(max=ends.shape[0] - 1)]], -1)
     return torch.where((position < ends[-1])[:, None], extents, 0)[None].int()
-
-
-def _short(values: np.ndarray) -> str:
-    return np.array2string(values, threshold=8, separator=", ")

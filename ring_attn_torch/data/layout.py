@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ring_attn_core.layouts import check_pad_value, check_rank, check_ranks, named, padded_local
+from ring_attn_core.layouts import check_pad_value, check_padded, check_rank, check_ranks, named, padded_local
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.checks import check_along, check_number
 
@@ -45,11 +45,7 @@ def from_layout(x: Tensor, layout: str | BalancedLayout, ranks: int, length: int
     """
     check_along(x, isinstance(x, Tensor), "a torch.Tensor", dim)
     order = _order(layout, ranks, length)
-    if x.shape[dim] != len(order):
-        raise ValueError(
-            f"from_layout expects {len(order)} tokens along dim {dim} for length={length} over {ranks} ranks in {layout}, "
-            f"got {x.shape[dim]}: pass the length that to_layout was given"
-        )
+    check_padded(x.shape[dim], len(order), f"along dim {dim} for length={length} over {ranks} ranks in {layout}")
     return x.index_select(dim, order.argsort()[:length].to(x.device))
 
 

@@ -1,0 +1,73 @@
+"""Checks of the arguments of ``document_extents`` and ``prefix_extents``, on NumPy arrays (numpy is imported on first use)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..layouts import check_length
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def check_one_form(ids: Any, cu_seqlens: Any, length: Any) -> None:
+    """Check that either ``ids`` or ``cu_seqlens`` was passed, and ``length`` only with the latter."""
+    if (ids is None) == (cu_seqlens is None):
+        raise ValueError(f"document_extents takes either ids or cu_seqlens, got {'neither' if ids is None else 'both'}")
+    if ids is not None and length is not None:
+        raise ValueError(f"length={length} goes with cu_seqlens: ids have their own length, leave it out")
+
+
+def find_disorder(ids: Any, highest: Any) -> tuple[Any, Any]:
+    """Return bool [batch, length - 1] twice: ids that decrease, and ids that go on after padding.
+    ``ids`` [batch, length]: of any framework. ``highest``: the largest id of the row so far."""
+    before, this, highest = ids[:, :-1], ids[:, 1:], highest[:, :-1]
+    return (this >= 0) & (this < highest), (this >= 0) & (this == highest) & (before < 0)
+
+
+def check_ids(ids: np.ndarray | None, where: str) -> None:
+    """Check the document ids [batch, length], unless they are None. ``where``: the function's name in the framework."""
+    if ids is None:
+        return
+    import numpy as np
+
+    highest = np.maximum.accumulate(ids, 1)
+    decreasing, torn = find_disorder(ids, highest)
+    for row, i in np.argwhere(decreasing | torn)[:1]:
+        found = f"document {ids[row, i + 1]} at row {row}, token {i + 1}"
+        if decreasing[row, i]:
+            wrong = f"document ids must not decrease along a row, got {found}, after {highest[row, i]}"
+            zero = f"if 0 is padding, as in MaxText, make it negative: {where}(ids == 0, -1, ids)"
+            raise ValueError(f"{wrong}: " + ("sort them" if ids[row, i + 1] else f"{zero}; else sort them"))
+        raise ValueError(
+            f"padding (a negative id) inside a document cannot be an extent, one interval per query: {found}, goes on after it. "
+            "Give what follows a new id, or give that padding the document's id and mask it with key_mask"
+        )
+
+
+def length_of(ends: np.ndarray | None, count: int, length: int | None, unknown: str) -> int:
+    """Return the number of positions of packed documents, after checks of ``cu_seqlens``.
+    ``ends``: its values, or None if the host cannot read them. ``count``: their number. ``unknown``: the end of the error if
+    ``length`` is needed."""
+    if length is not None:
+        check_length(length)
+    elif ends is None:
+        raise ValueError(f"document_extents needs length=... {unknown}")
+    if count == 0 or (ends is not None and (ends[0] != 0 or (ends[1:] < ends[:-1]).any())):
+        got = "nothing" if ends is None else _short(ends)
+        raise ValueError(f"cu_seqlens must be 0 and then the end of every document, none before the last, got {got}")
+    if ends is not None and length is not None and ends[-1] > length:
+        raise ValueError(f"cu_seqlens ends at {ends[-1]}, beyond length={length}: pass a length of at least {ends[-1]}")
+    return length if length is not None else int(ends[-1])  # type: ignore[index]  # refused above where ends is None
+
+
+def check_prefix(prefix: np.ndarray | None, length: int) -> None:
+    """Check that prefixes, unless None, are 0 to ``length`` tokens."""
+    if prefix is not None and ((prefix < 0) | (prefix > length)).any():
+        raise ValueError(f"prefix must be 0 to length={length} tokens, got {_short(prefix)}")
+
+
+def _short(values: np.ndarray) -> str:
+    import numpy as np
+
+    return np.array2string(values, threshold=8, separator=", ")
