@@ -27,13 +27,13 @@ from contextlib import contextmanager, suppress
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..files import check_regular, identity, open_file, read_bytes, read_json, sample
 from . import row_files
 from .chat import template_files
 from .documents import Document, File, TokenizedDocuments, content_of, unchanged
-from .encoding import CODES, Encode, encoder
+from .encoding import CODES, Encoder
 from .settings import DatasetSettings
 
 VERSION, INDEX_VERSION = 1, 2
@@ -57,7 +57,7 @@ def tokenised(files: Sequence[File], settings: DatasetSettings) -> TokenizedDocu
                     left.unlink(missing_ok=True)
                 kept = _kept(index, files)
                 if kept is None:
-                    kept = _written(folder, index, files, encoder(settings, tokenizer), settings)
+                    kept = _written(folder, index, files, Encoder(settings, tokenizer), settings)
     except OSError as error:
         raise ValueError(
             f"the tokens cannot be kept in {folder} ({error.strerror or error}): pass cache=, a folder that can be written and "
@@ -143,19 +143,16 @@ def _described(path: Path, kept: dict[str, Any], files: Sequence[File]) -> Token
     return TokenizedDocuments(tuple(documents), kept["digest"], kept["vocab"])
 
 
-def _written(
-    folder: Path, index: Path, files: Sequence[File], encoding: tuple[Encode, int], settings: DatasetSettings
-) -> TokenizedDocuments:
-    (encode, vocab), marks = encoding, settings.marks_labels
+def _written(folder: Path, index: Path, files: Sequence[File], encoder: Encoder, settings: DatasetSettings) -> TokenizedDocuments:
+    vocab, marks = encoder.vocab, settings.marks_labels
     width = next(width for width in CODES if vocab <= 1 << (8 * width - marks) or width == max(CODES))
     end = b"" if settings.end is None else int(settings.end).to_bytes(width, "little")
     digest, counts, texts, rows = sha256(), [], [], []
-    handle, path = tempfile.mkstemp(dir=folder, prefix=".writing-")
-    try:
-        with os.fdopen(handle, "wb") as out:
+    with _new_file(folder) as (out, path):
+        with out:
             for file in files:
                 text, found = sha256(), []
-                for row, pieces in encode(file, width, text):
+                for row, pieces in encoder.encode(file, width, text):
                     size = 0
                     for piece in chain(pieces, [end]):
                         out.write(piece)
@@ -178,24 +175,28 @@ def _written(
         with open_file(path) as written:
             kept["sample"] = sample(written)
         tokens = folder / f"{kept['digest']}.tokens"
-        os.chmod(path, 0o644)  # mkstemp makes it private, but other users' ranks may share the folder
-        os.replace(path, tokens)
-    except BaseException:
-        Path(path).unlink(missing_ok=True)
-        raise
+        path.replace(tokens)
     _write_index(index, json.dumps(kept))
     return _described(tokens, kept, files)
 
 
 def _write_index(index: Path, text: str) -> None:
-    handle, path = tempfile.mkstemp(dir=index.parent, prefix=".writing-")
+    with _new_file(index.parent) as (out, path):
+        with out:
+            out.write(text.encode())
+        path.replace(index)
+
+
+@contextmanager
+def _new_file(folder: Path) -> Iterator[tuple[BinaryIO, Path]]:
+    """Yield a new file and its path, which the block closes and renames; the file is deleted if the block raises."""
+    handle, name = tempfile.mkstemp(dir=folder, prefix=".writing-")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text)
-        os.chmod(path, 0o644)
-        os.replace(path, index)
+        out = os.fdopen(handle, "wb")
+        os.chmod(name, 0o644)  # mkstemp makes it private, but other users' ranks may share the folder
+        yield out, Path(name)
     except BaseException:
-        Path(path).unlink(missing_ok=True)
+        Path(name).unlink(missing_ok=True)
         raise
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from ..files import Identity, check_regular, identity, open_file
 from .settings import DatasetSettings
@@ -73,10 +74,7 @@ def found(settings: DatasetSettings) -> list[File]:
         name = path.relative_to(folder).as_posix()
         if not _hidden(name.split("/")) and not path.is_dir():
             check_regular(path)
-            try:
-                now = identity(path)
-            except OSError as error:
-                raise vanished(str(path), error) from error
+            now = identity_now(str(path))
             if now.size == 0:
                 raise empty(str(path))
             files.append(File(name, str(path), *now[2:]))
@@ -104,13 +102,27 @@ def _check_cache(folder: Path, settings: DatasetSettings) -> None:
         )
 
 
+def identity_now(path: str) -> Identity:
+    """Return the identity of a file, which must still be there."""
+    try:
+        return identity(path)
+    except OSError as error:
+        raise vanished(path, error) from error
+
+
+@contextmanager
+def opened(path: str) -> Iterator[BinaryIO]:
+    """Open a file that was found; an OSError while it is open becomes the ValueError that names it."""
+    try:
+        with open_file(path) as file:
+            yield file
+    except OSError as error:
+        raise vanished(path, error) from error
+
+
 def unchanged(file: File) -> None:
     """Raise ValueError if a file has vanished or changed since it was found."""
-    try:
-        now = identity(file.path)
-    except OSError as error:
-        raise vanished(file.path, error) from error
-    if now[2:] != (file.size, file.modified, file.changed):
+    if identity_now(file.path)[2:] != (file.size, file.modified, file.changed):
         raise ValueError(f"{file.path} changed while it was read: begin again when it is written")
 
 
@@ -124,12 +136,9 @@ def content_of(file: File) -> str:
 
 def update(content: Any, file: File) -> None:
     """Update the hash ``content`` with the bytes of a file. Raise ValueError if the file cannot be read."""
-    try:
-        with open_file(file.path) as opened:
-            while chunk := opened.read(CHUNK):
-                content.update(chunk)
-    except OSError as error:
-        raise vanished(file.path, error) from error
+    with opened(file.path) as bytes_of_file:
+        while chunk := bytes_of_file.read(CHUNK):
+            content.update(chunk)
 
 
 def vanished(path: str, error: OSError) -> ValueError:

@@ -106,19 +106,18 @@ def batches_of(state: object, data: Sequence[str | None], index: Index, settings
             found = parse_json(state)
         except ValueError as error:
             raise ValueError(f"state must be what .state() returned, JSON, but it cannot be read as JSON: {error}") from error
-    current = str(data[0])
-    mine = {"format": FORMAT, "batches": 0, **_decides(current, settings)}
-    if not isinstance(found, Mapping) or set(found) != set(mine):
-        raise ValueError(f"state must be what .state() returned, with {', '.join(mine)}, got {_short(found)}")
+    decides = _decides(str(data[0]), settings)
+    names = ["format", "batches", *decides]
+    if not isinstance(found, Mapping) or set(found) != set(names):
+        raise ValueError(f"state must be what .state() returned, with {', '.join(names)}, got {_short(found)}")
     if found["format"] != FORMAT:
         raise ValueError(
             f"this state has format {_short(found['format'])}, and this version of ring-attn goes on from format {FORMAT}: go on "
             "with the version that wrote it, or begin anew, without resume"
         )
-    for name, value in _decides(current, settings).items():
-        if found[name] == value and type(found[name]) is type(value):
-            continue
-        if name == "data" and isinstance(found[name], str) and found[name] in data:
+    for name, value in decides.items():
+        allowed = data if name == "data" else [value]
+        if found[name] in allowed and type(found[name]) is type(value):
             continue
         if name == "data":
             raise ValueError(
@@ -143,14 +142,8 @@ def _counted(batches: Any, index: Index, settings: DatasetSettings) -> int:
 def _decides(data: str, settings: DatasetSettings) -> dict[str, object]:
     """Return the documents' digest and some settings by name. These and the number of a batch determine the batch's tokens."""
     of = settings
-    same = {
-        "length": int(of.length),
-        "contexts_per_batch": int(of.rows),
-        "seed": int(of.seed),
-        "shuffle": of.shuffle,
-        "last": of.last,
-    }
-    return {"data": data, **same}
+    counts = {"length": int(of.length), "contexts_per_batch": int(of.rows), "seed": int(of.seed)}
+    return {"data": data, **counts, "shuffle": of.shuffle, "last": of.last}
 
 
 def _short(x: object) -> str:

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from ..files import Identity, identity, open_file, read_at, sample
-from .documents import Document, vanished
+from .documents import Document, identity_now, vanished
 from .index import ShardSpan
 from .settings import LARGEST
 
@@ -69,10 +69,7 @@ class Reader:
         """Raise ValueError if a file has vanished or changed; each rank checks all files, not only those that it reads.
         The modification time of a file of the cache is not compared."""
         for path, document in {document.path: document for document in self._documents}.items():
-            try:
-                _check_unwritten(document, identity(path))
-            except OSError as error:
-                raise vanished(path, error) from error
+            _check_unwritten(document, identity_now(path))
 
     def read(self, read: ShardSpan) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids [read.count] and the labels [read.labelled] of a span; the label of a token is the id of the next token.

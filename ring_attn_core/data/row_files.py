@@ -9,9 +9,9 @@ import io
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..files import open_file, parse_json
+from ..files import parse_json
 from ..validation import in_words, missing_package
-from .documents import CHUNK, File, update, vanished
+from .documents import CHUNK, File, opened, update
 from .tool_calls import TOOLS, ChatRow
 
 LINES, PARQUET, ARROW = ".jsonl", ".parquet", ".arrow"
@@ -80,14 +80,11 @@ def texts(file: File, column: str, content: Any) -> Iterator[tuple[int, str]]:
 def _of_lines(file: File, columns: Sequence[str], content: Any) -> Iterator[tuple[int, Any]]:
     """Yield the line number, from 1, and the values of ``columns`` for each JSON object; blank lines count.
     A missing value is None, except in the first column. Update the hash ``content`` with the file."""
-    try:
-        with io.BufferedReader(open_file(file.path), CHUNK) as opened:  # type: ignore[arg-type]
-            for row, line in enumerate(opened, 1):
-                content.update(line)
-                if line.strip():
-                    yield row, _values(file, row, line, columns)
-    except OSError as error:
-        raise vanished(file.path, error) from error
+    with opened(file.path) as raw, io.BufferedReader(raw, CHUNK) as lines:  # type: ignore[arg-type]
+        for row, line in enumerate(lines, 1):
+            content.update(line)
+            if line.strip():
+                yield row, _values(file, row, line, columns)
 
 
 def _values(file: File, row: int, line: bytes, columns: Sequence[str]) -> list[Any]:
@@ -118,8 +115,8 @@ def _of_arrow(file: File, columns: Sequence[str], content: Any, what: str = "tex
     update(content, file)
     row = 0
     try:
-        with open_file(file.path) as opened:
-            for batch in _batches(pa, file, opened, columns, what):
+        with opened(file.path) as rows:
+            for batch in _batches(pa, file, rows, columns, what):
                 held = [batch.column(column) if column in batch.schema.names else None for column in columns]
                 for i in range(batch.num_rows):
                     row += 1
@@ -127,26 +124,24 @@ def _of_arrow(file: File, columns: Sequence[str], content: Any, what: str = "tex
     except pa.ArrowException as error:
         kind = "Parquet" if file.name.endswith(PARQUET) else "Arrow"
         raise ValueError(f"{file.path} cannot be read as {kind} ({error}): write it anew, or pass another pattern") from error
-    except OSError as error:
-        raise vanished(file.path, error) from error
 
 
-def _batches(pa: Any, file: File, opened: Any, columns: Sequence[str], what: str) -> Iterator[Any]:
+def _batches(pa: Any, file: File, rows: Any, columns: Sequence[str], what: str) -> Iterator[Any]:
     """Yield the record batches of an open file; all ``columns`` but the first may be missing. ``pa``: the package pyarrow."""
     column = columns[0]
     if file.name.endswith(PARQUET):
         import pyarrow.parquet as parquet  # type: ignore[import-not-found]
 
-        found = parquet.ParquetFile(opened)
+        found = parquet.ParquetFile(rows)
         schema = found.schema_arrow
         batches = lambda: found.iter_batches(ROWS, columns=[name for name in columns if name in schema.names])
     else:
         try:
-            found = pa.ipc.open_stream(opened)  # the format that datasets writes
+            found = pa.ipc.open_stream(rows)  # the format that datasets writes
             schema, batches = found.schema, lambda: found
         except pa.ArrowInvalid:
-            opened.seek(0)
-            found = pa.ipc.open_file(opened)
+            rows.seek(0)
+            found = pa.ipc.open_file(rows)
             schema, batches = found.schema, lambda: (found.get_batch(i) for i in range(found.num_record_batches))
     if column not in schema.names:
         raise _without(file.path, column, schema.names)

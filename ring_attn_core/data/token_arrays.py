@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import BinaryIO
 
-from ..files import identity, open_file, read_at, sample
-from .documents import Document, File, TokenizedDocuments, empty, vanished
+from ..files import identity, read_at, sample
+from .documents import Document, File, TokenizedDocuments, empty, opened
 
 SUFFIX = ".npy"
 ENDS = 4096
@@ -24,12 +24,9 @@ def described(files: Sequence[File]) -> TokenizedDocuments:
     """Return the documents of ``files``, one for each file. Raise ValueError if a file is not an array of token ids."""
     documents, digest, former = [], sha256(), sha256()
     for file in files:
-        try:
-            with open_file(file.path) as opened:
-                document = _array(file, opened)
-                ends = _ends(document, opened)
-        except OSError as error:
-            raise vanished(file.path, error) from error
+        with opened(file.path) as array:
+            document = _array(file, array)
+            ends = _ends(document, array)
         documents.append(document)
         what = json.dumps([document.name, document.dtype, document.tokens]).encode()
         digest.update(what + document.sample.encode())
