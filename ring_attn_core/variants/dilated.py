@@ -18,6 +18,7 @@ Source: LongNet (Ding et al., arXiv:2307.02486, section 2.2). Ranks, slots and g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -242,7 +243,7 @@ class FoldedBatches:
         end = _at_most(first + self.segment, self.length)
         lo, hi = self.mask.lo, self.mask.hi
         if hi is not None and not self.aligned:
-            first = _at_least(first, p - hi)
+            first = first + only_where(first < p - hi, p - hi - first)
         if lo is not None and not self.aligned and self.band.lo is None:
             end = _at_most(end, p - lo + 1)
         first = p - (p - first) // self.dilation * self.dilation  # the first position that the group keeps
@@ -283,8 +284,13 @@ class FoldedBatches:
         return replace(options, mask=self.band, length=length, kv_length=None, steps=steps)
 
 
-def _at_least(x: Any, y: Any) -> Any:
-    return x + only_where(x < y, y - x)
+Place = tuple[FoldedBatches, HeadSelection]
+"""A pattern, and the heads of an array that it uses."""
+
+
+def places_of(batches: Sequence[FoldedBatches]) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
+    """Return the places of the queries, and those of the keys, of each pattern."""
+    return tuple((each, each.of_queries) for each in batches), tuple((each, each.of_keys) for each in batches)
 
 
 def _at_most(x: Any, y: Any) -> Any:

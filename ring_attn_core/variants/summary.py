@@ -105,6 +105,24 @@ OPTION_NAMES = tuple(field.name for field in fields(SummaryOptions))
 """The names of the options. torch.compile can trace attribute lookups by these names, but not ``asdict``."""
 
 
+class SummaryInputs(NamedTuple):
+    """The arrays of a ``summary_attention`` call, under their public names."""
+
+    q: Any
+    k: Any
+    v: Any
+    pool: Any
+    key_mask: Any
+
+
+class Summaries(NamedTuple):
+    """The n summaries by block: ``k`` [b n g d], ``v`` [b n g e], ``fraction`` [b n] of unmasked tokens or None."""
+
+    k: Any
+    v: Any
+    fraction: Any
+
+
 class SentBytes(NamedTuple):
     """Bytes that one rank sends in a forward pass and in a backward pass."""
 

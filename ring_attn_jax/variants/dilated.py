@@ -15,7 +15,7 @@ from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
-from ring_attn_core.variants.dilated import FoldedBatches, Patterns, batches_of
+from ring_attn_core.variants.dilated import FoldedBatches, Patterns, batches_of, places_of
 
 from ..axes import ring_size, vary_alike
 from ..call.autograd import attention, reverse_only
@@ -106,20 +106,14 @@ def attend(
     batches = batches_of(problem_of(q, k, v, Arrays(key_mask=key_mask), ring_size(axis_name), options), patterns)
     q, k, v, key_mask = reverse_only(*vary_alike((axis_name,), q, k, v, key_mask))
     rank = lax.axis_index(axis_name)
-    queries, keys = (
-        tuple((each, selection) for each, selection in zip(batches, parts, strict=True)) for parts in _parts(batches)
-    )
+    queries, keys = places_of(batches)
     outs, lses = [], []
     of_batches = folded(q, queries, rank), folded(k, keys, rank), folded(v, keys, rank)
     for each, q_of, k_of, v_of in zip(batches, *of_batches, strict=True):
         out, lse = attention(q_of, k_of, v_of, _arrays(each, key_mask, q, rank), each.options(options), axis_name)
         outs.append(out)
         lses.append(lse)
-    return mixed(outs, lses, batches, rank)
-
-
-def _parts(batches: tuple[FoldedBatches, ...]) -> tuple[Any, Any]:
-    return [each.of_queries for each in batches], [each.of_keys for each in batches]
+    return mixed(outs, lses, queries, rank)
 
 
 def _arrays(batches: FoldedBatches, key_mask: jax.Array | None, q: jax.Array, rank: jax.Array) -> Arrays:

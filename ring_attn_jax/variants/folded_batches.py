@@ -20,11 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring_attn_core.variants.dilated import FoldedBatches, HeadSelection
+from ring_attn_core.variants.dilated import HeadSelection, Place
 
 from ..attend.tiles import accumulation_dtype
 
-Place = tuple[FoldedBatches, HeadSelection]
 Places = tuple[Place, ...]
 
 
@@ -33,14 +32,12 @@ def folded(x: jax.Array, places: Places, rank: jax.Array) -> tuple[jax.Array, ..
     return _fold(x, rank, places)
 
 
-def mixed(
-    outs: Sequence[jax.Array], lses: Sequence[jax.Array], batches: tuple[FoldedBatches, ...], rank: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def mixed(outs: Sequence[jax.Array], lses: Sequence[jax.Array], queries: Places, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Unfold the patterns' results and sum them, weighted by exp(lse_i - lse): out [b s h e], lse [b s h]. Differentiable.
 
     A token that sees no key in any pattern has out 0, lse -inf and zero gradients.
     """
-    return _mix((tuple(outs), tuple(lses)), rank, tuple((each, each.of_queries) for each in batches))
+    return _mix((tuple(outs), tuple(lses)), rank, queries)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import full
 from ring_attn_core.problem.checks import check_array
-from ring_attn_core.variants.summary import SummaryOptions, SummaryPlan, checked
+from ring_attn_core.variants.summary import Summaries, SummaryInputs, SummaryOptions, SummaryPlan, checked
 
 from ..attend.tiles import accumulation_dtype
 from ..axes import described, dtype_names, mapped_over_mesh, on_mesh, ring_size
@@ -151,24 +151,6 @@ def sharded_summary_attention(
     )
     where = ShardedAxes.of(mesh, axis_name, batch_axes, head_axis)
     return sharded(SummaryInputs(q, k, v, pool, key_mask), options, where, return_lse)
-
-
-class SummaryInputs(NamedTuple):
-    """The arrays of a ``summary_attention`` call, under their public names."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    pool: jax.Array | None
-    key_mask: jax.Array | None
-
-
-class Summaries(NamedTuple):
-    """The n summaries by block: ``k`` [b n g d], ``v`` [b n g e], ``fraction`` [b n] of unmasked tokens or None."""
-
-    k: jax.Array
-    v: jax.Array
-    fraction: jax.Array | None
 
 
 def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, axis_name: str) -> tuple[jax.Array, jax.Array]:

@@ -18,7 +18,7 @@ from ring_attn_core.problem.problem import Problem
 from ring_attn_core.records import remembered
 from ring_attn_core.runs import Band
 from ring_attn_core.validation import as_number, in_words
-from ring_attn_core.variants.dilated import FoldedBatches, Patterns, batches_of
+from ring_attn_core.variants.dilated import FoldedBatches, Patterns, batches_of, places_of
 
 from ..call.autograd import attention
 from ..call.prepare import Arrays, check_tensors, problem_of, refuse_transforms
@@ -152,20 +152,14 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Compute ``dilated_attention`` from checked arguments, and return (out, lse). ``batches``: one FoldedBatches per pattern."""
     rank, _ = _place(group_name)
-    queries, keys = (
-        tuple((each, selection) for each, selection in zip(batches, parts, strict=True)) for parts in _parts(batches)
-    )
+    queries, keys = places_of(batches)
     outs, lses = [], []
     of_batches = folded(q, queries, rank), folded(k, keys, rank), folded(v, keys, rank)
     for each, q_of, k_of, v_of in zip(batches, *of_batches, strict=True):
         out, lse = attention(q_of, k_of, v_of, _arrays(each, key_mask, q, rank), None, each.options(options), group_name)
         outs.append(out)
         lses.append(lse)
-    return mixed(outs, lses, batches, rank)
-
-
-def _parts(batches: tuple[FoldedBatches, ...]) -> tuple[Any, Any]:
-    return [each.of_queries for each in batches], [each.of_keys for each in batches]
+    return mixed(outs, lses, queries, rank)
 
 
 def _arrays(batches: FoldedBatches, key_mask: Tensor | None, q: Tensor, rank: int) -> Arrays:

@@ -20,9 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_attn_core.variants.dilated import FoldedBatches, HeadSelection
+from ring_attn_core.variants.dilated import FoldedBatches, HeadSelection, Place
 
-Place = tuple[FoldedBatches, HeadSelection]
 Places = tuple[Place, ...]
 
 
@@ -31,10 +30,10 @@ def folded(x: Tensor, places: Places, rank: int) -> tuple[Tensor, ...]:
     return Fold.apply(x, places, rank)
 
 
-def mixed(outs: list[Tensor], lses: list[Tensor], batches: tuple[FoldedBatches, ...], rank: int) -> tuple[Tensor, Tensor]:
+def mixed(outs: list[Tensor], lses: list[Tensor], queries: Places, rank: int) -> tuple[Tensor, Tensor]:
     """Unfold the patterns' results and sum them, weighted by exp(lse_i - lse), into out [b s h e] and lse [b s h],
     differentiably. A token that sees no key in any pattern has out 0, lse -inf and zero gradients."""
-    return Mix.apply(tuple((each, each.of_queries) for each in batches), rank, *outs, *lses)
+    return Mix.apply(queries, rank, *outs, *lses)
 
 
 class Fold(torch.autograd.Function):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import full
 from ring_attn_core.problem.checks import OptionalArray
-from ring_attn_core.variants.summary import SummaryOptions, SummaryPlan, checked
+from ring_attn_core.variants.summary import Summaries, SummaryInputs, SummaryOptions, SummaryPlan, checked
 
 from ..block import attend_block, merge
 from ..call.autograd import attention
@@ -108,24 +108,6 @@ def summary_attention(
         )
     out, lse = attention_with_summaries(SummaryInputs(q, k, v, pool, key_mask), options, name)
     return (out, lse) if return_lse else out
-
-
-class SummaryInputs(NamedTuple):
-    """The arrays of a ``summary_attention`` call, under their public names."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    pool: Tensor | None
-    key_mask: Tensor | None
-
-
-class Summaries(NamedTuple):
-    """The summaries of all blocks, in order: ``k`` [b n g d], ``v`` [b n g e], and their unmasked ``fraction`` [b n] or None."""
-
-    k: Tensor
-    v: Tensor
-    fraction: Tensor | None
 
 
 def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, group_name: str) -> tuple[Tensor, Tensor]:
