@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
@@ -154,15 +153,6 @@ def test_an_array_that_was_edited_in_its_middle_does_not_go_on_from_a_state(tmp_
     with_old_times(path, lambda path: flip(path, (path.stat().st_size - BLOCK) * 7 // (SAMPLES - 1)))
     with pytest.raises(ValueError, match="are not those of this state"):
         corpus.batches(tmp_path).resume(state)
-
-
-def test_a_state_of_an_older_release_goes_on(tmp_path):
-    large(tmp_path)
-    data = corpus.batches(tmp_path)
-    state = json.loads(data.state(3))
-    data.resume(state | {"data": data._former})
-    assert data.yielded == 3
-    assert data._former != state["data"]
 
 
 def test_a_text_that_was_edited_with_its_size_and_times_kept_is_tokenised_anew(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ring_attn_core.data.batches import BatchArrays, Batches
+from ring_attn_core.data.dataset import FolderDataset
 from ring_attn_core.data.packing import shuffled
 from ring_attn_core.data.settings import DatasetSettings
 
@@ -18,27 +20,8 @@ LENGTH = 24
 """Tokens of a context, divisible over rings of 1, 2, 3 and 4 in every layout."""
 RANKS = (1, 2, 3, 4)
 
-DEFAULTS: dict[str, Any] = {
-    "length": LENGTH,
-    "layout": "zigzag",
-    "ranks": 1,
-    "rank": 0,
-    "seed": 0,
-    "batch_size": 1,
-    "replicas": 1,
-    "replica": 0,
-    "shuffle": True,
-    "epochs": 1,
-    "last": "drop",
-    "pattern": "**/*",
-    "column": "text",
-    "tokenizer": None,
-    "end": None,
-    "cache": None,
-    "restart_positions": False,
-    "ignore_index": -100,
-    "chat": None,
-}
+PARAMETERS = inspect.signature(FolderDataset).parameters
+DEFAULTS: dict[str, Any] = {name: PARAMETERS[name].default for name in PARAMETERS if name != "folder"} | {"length": LENGTH}
 """The defaults of ``SequenceShardedDataset``."""
 
 

@@ -80,7 +80,7 @@ class Batches:
 
     def __init__(self, settings: DatasetSettings) -> None:
         data = documents_of(settings)
-        self.settings, self.vocab, self._digest, self._former = settings, data.vocab, data.digest, data.former
+        self.settings, self.vocab, self._digest = settings, data.vocab, data.digest
         self.reader = Reader(data.documents)
         self.index = Index([document.tokens for document in data.documents], settings)
         self.start = self.yielded = 0
@@ -126,4 +126,4 @@ class Batches:
 
     def resume(self, state: object) -> None:
         """Start every later iteration at the batch where ``state`` was taken."""
-        self.start = self.yielded = batches_of(state, (self._digest, self._former), self.index, self.settings)
+        self.start = self.yielded = batches_of(state, self._digest, self.index, self.settings)

@@ -4,11 +4,11 @@ The cache is a folder, by default ``.ring-attn`` in the folder of the data, with
 
     <digest>.tokens    the ids of all documents one after the other, 1, 2 or 4 bytes each, little-endian. The digest is a hash
                        of ids, names and lengths, so datasets with equal contents share this file
-    <key>.json         the index: the number of tokens of each document. The key is a hash of the tokenizer's file, ``end``,
-                       ``column``, ``chat``, the chat template's files, and the names, sizes and modification times of the
-                       files. So a second start finds the index without reading the texts. The index also holds the ctime and the
-                       hash of each file. A file with another ctime, such as a copy with the old name, size and modification
-                       time, is read again, and the index is used only if the hash is the same
+    <key>.json         the index: the number of tokens of each document, and a hash of the index itself. The key is a hash of the
+                       tokenizer's file, ``end``, ``column``, ``chat``, the chat template's files, and the names, sizes and
+                       modification times of the files. So a second start finds the index without reading the texts. The index
+                       also holds the ctime and the hash of each file. A file with another ctime, such as a copy with the old
+                       name, size and modification time, is read again, and the index is used only if the hash is the same
 
 Both files are written under temporary names in the folder and then renamed. The index is written after fsync and renaming of the
 tokens, so the tokens of an index are always complete. If several processes start at once, one locks the folder and tokenises
@@ -22,21 +22,21 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..files import check_regular, identity, open_file, read_bytes, read_json, sample
+from ..files import check_regular, open_file, read_bytes, read_json, sample
 from . import row_files
 from .chat import template_files
 from .documents import Document, File, TokenizedDocuments, content_of, unchanged
 from .encoding import CODES, Encoder
 from .settings import DatasetSettings
 
-VERSION, INDEX_VERSION = 1, 2
+VERSION, INDEX_VERSION = 1, 3
 """Format versions: of the tokens (part of the digest) and of the index (part of the key)."""
 
 TOKENIZER = "tokenizer.json"
@@ -84,48 +84,42 @@ def _tokenizer_text(settings: DatasetSettings) -> bytes | None:
 def _key(files: Sequence[File], settings: DatasetSettings, text: bytes | None) -> str:
     tokenizer = None if text is None else sha256(text).hexdigest()
     end = None if settings.end is None else int(settings.end)
-    what = [INDEX_VERSION, tokenizer, end, *((file.name, file.size, file.modified) for file in files)]
-    if any(map(row_files.is_row_file, files)):  # the key of a folder of texts stays that of older versions
-        what.append(("column", settings.column))
-    if settings.chat is not None:
-        what.append(("chat, tools and weights", settings.chat, template_files(settings.tokenizer)))
-    return sha256(json.dumps(what).encode()).hexdigest()[:32]
+    templates = None if settings.chat is None else template_files(settings.tokenizer)
+    of_files = [(file.name, file.size, file.modified) for file in files]
+    return _hash([INDEX_VERSION, tokenizer, end, settings.column, settings.chat, templates, of_files])[:32]
+
+
+def _hash(json_value: Any) -> str:
+    return sha256(json.dumps(json_value).encode()).hexdigest()
 
 
 def _kept(index: Path, files: Sequence[File]) -> TokenizedDocuments | None:
-    """Return the cached documents of ``files``; None if the cache is missing, looks damaged or is made from other texts."""
+    """Return the cached documents of ``files``; None if the cache is missing, is damaged or is made from other texts."""
     try:
-        kept = read_json(index)
-        path = index.parent / f"{kept['digest']}.tokens"
-        width, counts, rows = kept["width"], kept["tokens"], _rows(kept, files)
-        numbers = [width, kept["vocab"], *counts, *kept["changed"], *(x for each in rows for x in each or ())]
-        documents = sum(1 if each is None else len(each) for each in rows)
-        if not all(type(x) is int and x > 0 for x in numbers) or width not in CODES or len(counts) != documents:
+        found = read_json(index)
+        kept = found["index"]
+        if _hash(kept) != found["hash"]:
             return None
-        with open_file(path) as opened:
-            if identity(opened.fileno()).size != width * sum(counts) or sample(opened) != kept["sample"]:
+        with open_file(_tokens(index.parent, kept)) as tokens:
+            if sample(tokens) != kept["sample"]:
                 return None
-        others = [file for file, changed in zip(files, kept["changed"], strict=True) if file.changed != changed]
-        texts = {file.name: text for file, text in zip(files, kept["texts"], strict=True)}
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError):
         return None
-    if any(content_of(file) != texts[file.name] for file in others):
+    others = [(file, text) for file, (changed, text, _) in zip(files, kept["files"], strict=True) if file.changed != changed]
+    if any(content_of(file) != text for file, text in others):
         return None
     if others:
         with suppress(OSError):  # not writable: the next start compares again
-            _write_index(index, json.dumps(kept | {"changed": [file.changed for file in files]}))
-    return _described(path, kept, files)
+            held = [(file.changed, *rest) for file, (_, *rest) in zip(files, kept["files"], strict=True)]
+            _write_index(index, kept | {"files": held})
+    return _documents(index.parent, kept, files)
 
 
-def _rows(kept: dict[str, Any], files: Sequence[File]) -> list[list[int] | None]:
-    """Return, for each file, the row numbers of its documents; None for a text, which is a single document."""
-    rows = kept.get("rows", [None] * len(files))  # a folder of texts has none
-    if len(rows) != len(files):
-        raise ValueError("the index has the rows of other files")
-    return rows
+def _tokens(folder: Path, kept: dict[str, Any]) -> Path:
+    return folder / f"{kept['digest']}.tokens"
 
 
-def _names(files: Sequence[File], rows: Sequence[list[int] | None]) -> list[str]:
+def _names(files: Sequence[File], rows: Iterable[list[int] | None]) -> list[str]:
     """Return the names of the documents: the file's name for a text, ``file:row`` (from 1) for a row."""
     return [
         name
@@ -134,11 +128,11 @@ def _names(files: Sequence[File], rows: Sequence[list[int] | None]) -> list[str]
     ]
 
 
-def _described(path: Path, kept: dict[str, Any], files: Sequence[File]) -> TokenizedDocuments:
+def _documents(folder: Path, kept: dict[str, Any], files: Sequence[File]) -> TokenizedDocuments:
     width, offset, documents = kept["width"], 0, []
-    size, where, dtype = width * sum(kept["tokens"]), str(path), f"<u{width}"
-    for name, tokens in zip(_names(files, _rows(kept, files)), kept["tokens"], strict=True):
-        documents.append(Document(name, where, size, dtype, offset, tokens, None, kept["sample"], kept.get("marked", False)))
+    size, where, dtype = width * sum(kept["tokens"]), str(_tokens(folder, kept)), f"<u{width}"
+    for name, tokens in zip(_names(files, (rows for _, _, rows in kept["files"])), kept["tokens"], strict=True):
+        documents.append(Document(name, where, size, dtype, offset, tokens, None, kept["sample"], kept["marked"]))
         offset += width * tokens
     return TokenizedDocuments(tuple(documents), kept["digest"], kept["vocab"])
 
@@ -147,7 +141,7 @@ def _written(folder: Path, index: Path, files: Sequence[File], encoder: Encoder,
     vocab, marks = encoder.vocab, settings.marks_labels
     width = next(width for width in CODES if vocab <= 1 << (8 * width - marks) or width == max(CODES))
     end = b"" if settings.end is None else int(settings.end).to_bytes(width, "little")
-    digest, counts, texts, rows = sha256(), [], [], []
+    digest, counts, held = sha256(), [], []
     with _new_file(folder) as (out, path):
         with out:
             for file in files:
@@ -161,29 +155,23 @@ def _written(folder: Path, index: Path, files: Sequence[File], encoder: Encoder,
                     counts.append(size // width)
                     found.append(row)
                 unchanged(file)
-                rows.append(found if row_files.is_row_file(file) else None)
-                texts.append(text.hexdigest())
+                held.append((file.changed, text.hexdigest(), found if row_files.is_row_file(file) else None))
             out.flush()
             os.fsync(out.fileno())
-        digest.update(json.dumps([VERSION, width, vocab, _names(files, rows), counts]).encode())
-        kept: dict[str, Any] = {"digest": digest.hexdigest(), "width": width, "vocab": vocab, "tokens": counts, "texts": texts}
-        kept["changed"] = [file.changed for file in files]
-        if any(rows):
-            kept["rows"] = rows
-        if marks:
-            kept["marked"] = True
+        names = _names(files, (rows for _, _, rows in held))
+        digest.update(json.dumps([VERSION, width, vocab, names, counts]).encode())
+        kept: dict[str, Any] = {"digest": digest.hexdigest(), "width": width, "vocab": vocab, "marked": marks, "tokens": counts}
         with open_file(path) as written:
-            kept["sample"] = sample(written)
-        tokens = folder / f"{kept['digest']}.tokens"
-        path.replace(tokens)
-    _write_index(index, json.dumps(kept))
-    return _described(tokens, kept, files)
+            kept |= {"files": held, "sample": sample(written)}
+        path.replace(_tokens(folder, kept))
+    _write_index(index, kept)
+    return _documents(folder, kept, files)
 
 
-def _write_index(index: Path, text: str) -> None:
+def _write_index(index: Path, kept: dict[str, Any]) -> None:
     with _new_file(index.parent) as (out, path):
         with out:
-            out.write(text.encode())
+            out.write(json.dumps({"index": kept, "hash": _hash(kept)}).encode())
         path.replace(index)
 
 

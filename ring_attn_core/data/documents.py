@@ -58,8 +58,6 @@ class TokenizedDocuments(NamedTuple):
     """Digest of the documents' names and tokens in order. For token arrays only sampled blocks of tokens are hashed."""
     vocab: int | None
     """One more than the largest possible id; None if unknown."""
-    former: str | None = None
-    """The digest that an older release computed, so that its runs can resume; None if it equals ``digest``."""
 
 
 def found(settings: DatasetSettings) -> list[File]:

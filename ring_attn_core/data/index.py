@@ -96,17 +96,15 @@ def state_of(batches: int, data: str, index: Index, settings: DatasetSettings) -
     return json.dumps({"format": FORMAT, "batches": _counted(batches, index, settings), **_decides(data, settings)})
 
 
-def batches_of(state: object, data: Sequence[str | None], index: Index, settings: DatasetSettings) -> int:
-    """Return the batch count stored in ``state``.
-    ``data``: the digest of this dataset's documents, and that of an older release, None if both are equal; ``state`` may hold
-    either."""
+def batches_of(state: object, data: str, index: Index, settings: DatasetSettings) -> int:
+    """Return the batch count stored in ``state``. ``data``: the digest of the documents."""
     found: Any = state
     if isinstance(state, str | bytes):
         try:
             found = parse_json(state)
         except ValueError as error:
             raise ValueError(f"state must be what .state() returned, JSON, but it cannot be read as JSON: {error}") from error
-    decides = _decides(str(data[0]), settings)
+    decides = _decides(data, settings)
     names = ["format", "batches", *decides]
     if not isinstance(found, Mapping) or set(found) != set(names):
         raise ValueError(f"state must be what .state() returned, with {', '.join(names)}, got {_short(found)}")
@@ -116,8 +114,7 @@ def batches_of(state: object, data: Sequence[str | None], index: Index, settings
             "with the version that wrote it, or begin anew, without resume"
         )
     for name, value in decides.items():
-        allowed = data if name == "data" else [value]
-        if found[name] in allowed and type(found[name]) is type(value):
+        if found[name] == value and type(found[name]) is type(value):
             continue
         if name == "data":
             raise ValueError(

@@ -13,25 +13,19 @@ from ..files import identity, read_at, sample
 from .documents import Document, File, TokenizedDocuments, empty, opened
 
 SUFFIX = ".npy"
-ENDS = 4096
-"""Number of bytes that an older release hashed at the beginning and at the end of a token array."""
-
 LONGEST = 10_000
 """The most bytes of a header; numpy has the same limit."""
 
 
 def described(files: Sequence[File]) -> TokenizedDocuments:
     """Return the documents of ``files``, one for each file. Raise ValueError if a file is not an array of token ids."""
-    documents, digest, former = [], sha256(), sha256()
+    documents, digest = [], sha256()
     for file in files:
         with opened(file.path) as array:
             document = _array(file, array)
-            ends = _ends(document, array)
         documents.append(document)
-        what = json.dumps([document.name, document.dtype, document.tokens]).encode()
-        digest.update(what + document.sample.encode())
-        former.update(what + ends)
-    return TokenizedDocuments(tuple(documents), digest.hexdigest(), None, former.hexdigest())
+        digest.update(json.dumps([document.name, document.dtype, document.tokens]).encode() + document.sample.encode())
+    return TokenizedDocuments(tuple(documents), digest.hexdigest(), None)
 
 
 def _array(file: File, opened: BinaryIO) -> Document:
@@ -70,10 +64,3 @@ def _short(error: Exception) -> str:
     """Return an error's message, cut after 99 characters, because Python may quote the whole header."""
     text = str(error) if not isinstance(error, RecursionError | MemoryError) else "its header is nested too deeply"
     return text if len(text) <= 99 else text[:99] + "..."
-
-
-def _ends(document: Document, opened: BinaryIO) -> bytes:
-    """Return the first and the last ``ENDS`` bytes of a document's tokens. Older digests cover no other tokens."""
-    size = document.tokens * int(document.dtype[-1])
-    count = min(ENDS, size)
-    return read_at(opened, document.offset, count) + read_at(opened, document.offset + size - count, count)
