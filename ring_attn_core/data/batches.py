@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..plan.balanced_layout import BalancedLayout
 from . import row_files, token_arrays
-from .cache import tokenised
-from .documents import File, TokenizedDocuments, found
+from .cache import tokenise
+from .documents import File, TokenizedDocuments, find_files
 from .index import Index, batches_of, reads, state_of
 from .reader import Reader
 from .settings import COLUMN, DatasetSettings
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 def documents_of(settings: DatasetSettings) -> TokenizedDocuments:
     """Return the documents of the folder, which holds texts, files of rows, or token arrays."""
-    files = row_files.without_descriptions(found(settings))
+    files = row_files.without_descriptions(find_files(settings))
     arrays = [file for file in files if file.name.endswith(token_arrays.SUFFIX)]
     if not arrays:
         _check_rows(files, settings)
-        return tokenised(files, settings)
+        return tokenise(files, settings)
     texts = [file for file in files if not file.name.endswith(token_arrays.SUFFIX)]
     if texts:
         raise ValueError(
@@ -37,7 +37,7 @@ def documents_of(settings: DatasetSettings) -> TokenizedDocuments:
             f"tokenizer= and end= are for texts, and {settings.folder} holds token arrays such as {arrays[0].name}: leave them "
             "out, or pass a pattern of texts"
         )
-    return token_arrays.described(arrays)
+    return token_arrays.describe(arrays)
 
 
 def _check_rows(files: Sequence[File], settings: DatasetSettings) -> None:
@@ -103,7 +103,7 @@ class Batches:
         import numpy as np
 
         of, rows = self.settings, self.index.batch(number)
-        dealt = of.dealt([span.count for span in spans] for spans in rows)
+        dealt = of.deal([span.count for span in spans] for spans in rows)
         runs = of.runs(dealt)
         where = np.concatenate([np.arange(run.start, run.start + run.stride * run.length, run.stride) for run in runs])
         shape = of.batch_size, len(where)

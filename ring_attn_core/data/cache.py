@@ -43,7 +43,7 @@ TOKENIZER = "tokenizer.json"
 """Name of the tokenizer's file if ``tokenizer`` is a folder."""
 
 
-def tokenised(files: Sequence[File], settings: DatasetSettings) -> TokenizedDocuments:
+def tokenise(files: Sequence[File], settings: DatasetSettings) -> TokenizedDocuments:
     """Return the cached documents of text files or files of rows; if the cache lacks them, tokenise and store them first."""
     folder = Path(settings.folder) / ".ring-attn" if settings.cache is None else Path(settings.cache)
     tokenizer = _tokenizer_text(settings)

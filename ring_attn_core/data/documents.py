@@ -60,7 +60,7 @@ class TokenizedDocuments(NamedTuple):
     """One more than the largest possible id; None if unknown."""
 
 
-def found(settings: DatasetSettings) -> list[File]:
+def find_files(settings: DatasetSettings) -> list[File]:
     """Return the files that match the pattern, in order of name, without hidden files."""
     folder = Path(settings.folder)
     if not folder.is_dir():

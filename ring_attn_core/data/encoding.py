@@ -47,7 +47,7 @@ class Encoder:
         unlabelled, empty, labelled = 1 << (8 * width - 1), True, False
         rows = self._rows(file, content)
         while some := list(islice(rows, ROWS)):
-            for (row, text, spans), tokens in zip(some, self._encoded([text for _, text, _ in some]), strict=True):
+            for (row, text, spans), tokens in zip(some, self._encode([text for _, text, _ in some]), strict=True):
                 ids = text.encode() if tokens is None else tokens.ids
                 if spans is not None:
                     found = inside(tokens.offsets, spans)
@@ -55,7 +55,7 @@ class Encoder:
                     ids = [x if has else x | unlabelled for x, has in zip(ids, found, strict=True)]
                 if ids:
                     empty = False
-                    yield row, [_packed(ids, width)]
+                    yield row, [_pack(ids, width)]
         if empty:
             what, column = "text" if self._template is None else "chat", self._settings.column
             raise ValueError(
@@ -70,14 +70,14 @@ class Encoder:
     def _text(self, file: File, width: int, content: Any) -> Iterator[bytes]:
         chunks = _utf8(file, content)
         if self._tokenizer is None:
-            yield from (_packed(chunk, width) for chunk in chunks)
+            yield from (_pack(chunk, width) for chunk in chunks)
             return
         ids = self._tokenizer.encode(b"".join(chunks).decode("utf-8"), add_special_tokens=False).ids
         if not ids:
             raise ValueError(
                 f"{file.path} makes no tokens: a document has at least one, so delete the file or pass another pattern"
             )
-        yield _packed(ids, width)
+        yield _pack(ids, width)
 
     def _rows(self, file: File, content: Any) -> Iterator[tuple[int, str, list[Span] | None]]:
         """Yield the number and the text of each row, with the spans that have labels, or None if all tokens have."""
@@ -87,7 +87,7 @@ class Encoder:
         chats = row_files.chats(file, column, content)
         return ((row, *template.text_of(chat, f"{file.path}, row {row}")) for row, chat in chats)
 
-    def _encoded(self, texts: list[str]) -> list[Any]:
+    def _encode(self, texts: list[str]) -> list[Any]:
         """Return the tokenizer's encodings of texts; None for each without a tokenizer."""
         return [None] * len(texts) if self._tokenizer is None else self._tokenizer.encode_batch(texts, add_special_tokens=False)
 
@@ -106,7 +106,7 @@ def _tokenizer(settings: DatasetSettings, text: bytes) -> Any:
     return tokenizer
 
 
-def _packed(ids: Sequence[int], width: int) -> bytes:
+def _pack(ids: Sequence[int], width: int) -> bytes:
     """Return the ids as ``width`` bytes each, little-endian."""
     if isinstance(ids, bytes):  # each byte is an id
         widened = bytearray(width * len(ids))

@@ -113,7 +113,7 @@ class DatasetSettings:
         """Number of packed rows in a batch, over all replicas."""
         return self.batch_size * self.replicas
 
-    def dealt(self, documents: Iterable[Sequence[int]]) -> BalancedLayout | None:
+    def deal(self, documents: Iterable[Sequence[int]]) -> BalancedLayout | None:
         """Return the balanced layout of a batch, or None.
         ``documents``: for each packed row, the tokens of each document in it."""
         if self.layout != BALANCED:

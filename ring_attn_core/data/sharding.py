@@ -28,7 +28,7 @@ def check_arguments(
         raise ValueError("documents and tree were given: pass the tree alone, with a root (parent -1) for each document")
 
 
-def made_layout(
+def make_layout(
     layout: str | BalancedLayout, ranks: int, length: int, tree: tuple[Any, Any] | None, read_owner: Callable[[], Any]
 ) -> str | BalancedLayout:
     """Return ``layout``, or the layout that "balanced" means for a batch of ``length`` tokens.

@@ -17,7 +17,7 @@ LONGEST = 10_000
 """The most bytes of a header; numpy has the same limit."""
 
 
-def described(files: Sequence[File]) -> TokenizedDocuments:
+def describe(files: Sequence[File]) -> TokenizedDocuments:
     """Return the documents of ``files``, one for each file. Raise ValueError if a file is not an array of token ids."""
     documents, digest = [], sha256()
     for file in files:

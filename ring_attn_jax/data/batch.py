@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from ring_attn_core.data.layout_check import check_labels
-from ring_attn_core.data.sharding import check_arguments, check_key_mask, check_shape, made_layout
+from ring_attn_core.data.sharding import check_arguments, check_key_mask, check_shape, make_layout
 from ring_attn_core.data.trees import batch_of_trees, longest_path, trees_of
 from ring_attn_core.layouts import ShardLength
 from ring_attn_core.plan.balanced_layout import BalancedLayout
@@ -113,7 +113,7 @@ def shard_batch(
     if tree is not None:
         key_extents, of_path, owner = map(jnp.asarray, batch_of_trees(tree, *ids.shape))
         longest = longest_path(trees_of(*tree))
-    layout = made_layout(layout, ranks, ids.shape[1], tree, partial(on_host, owner))
+    layout = make_layout(layout, ranks, ids.shape[1], tree, partial(on_host, owner))
     if key_mask is not None:
         key_mask = _shaped_like(ids, key_mask=_boolean(key_mask))
         owner = jnp.where(key_mask, owner, -1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ring_attn_core.data.layout_check import check_labels
-from ring_attn_core.data.sharding import check_arguments, check_key_mask, check_shape, made_layout
+from ring_attn_core.data.sharding import check_arguments, check_key_mask, check_shape, make_layout
 from ring_attn_core.data.trees import batch_of_trees, longest_path, trees_of
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 
@@ -91,7 +91,7 @@ def shard_batch(
     if tree is not None:
         key_extents, of_path, owner = (torch.from_numpy(x).to(ids.device) for x in batch_of_trees(tree, *ids.shape))
         longest = longest_path(trees_of(*tree))
-    layout = made_layout(layout, ranks, ids.shape[1], tree, partial(on_host, owner))
+    layout = make_layout(layout, ranks, ids.shape[1], tree, partial(on_host, owner))
     if key_mask is not None:
         key_mask = _shaped_like(ids, key_mask=_boolean(key_mask))
         owner = torch.where(key_mask, owner, -1)
