@@ -1,6 +1,7 @@
 """How fast does a model of transformers train over a ring, at the shapes that people have?
 
     python -m benchmarks.hugging_face [--rows qwen3-8b:ring:12:131072:offload gpt-oss-20b:ring:4:65536 ...]
+    python -m benchmarks.hugging_face.tested_models         compares tiny models of all classes with eager attention: no speed
 
 A row is model:attention:layers:tokens per GPU, with ``:offload`` if the kept activations are offloaded to host memory. One
 sequence over all GPUs of this host, zigzag; weights, gradients and AdamW's moments in float32, sharded over the same GPUs

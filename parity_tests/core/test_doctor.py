@@ -201,9 +201,7 @@ def test_a_framework_that_does_not_start_is_one_line(framework: str, monkeypatch
             ("--measure",),
             'strategy="auto" no longer reads measurements, and ring-attn plan --gpus takes its numbers from',
         ),
-        (("--json", "a.json"), "--json without --model would change nothing: add --model, or leave out --json"),
-        (("--model", "all", "--framework", "jax"), "--framework would change nothing with --model: leave out one of them"),
-        (("--model", "all", "--dtype", "float16", "--v-dim", "64"), "--dtype, --v-dim would change nothing with --model"),
+        (("--model", "X"), "--model is gone: in a clone of the repository run python -m benchmarks.hugging_face.tested_models"),
     ],
     ids=" ".join,
 )

@@ -1,24 +1,34 @@
-"""``ring-attn doctor --model``: tiny random transformers models on a ring of CPU processes, compared with eager attention."""
+"""Which classes of transformers' language models are exact over a ring, and which are refused, with what words?
+
+    python -m benchmarks.hugging_face.tested_models [--classes LlamaForCausalLM ...] [--page docs/tested_models.md]
+
+For each class, or each of those named, a tiny model with random weights runs forward and backward with eager attention in one
+process, then inside ``sequence_parallel`` on CPU processes. A verdict is printed at once; ``--page`` is written after each.
+"""
 
 from __future__ import annotations
 
 import inspect
-import json
 import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from ..output_files import check_writable
-from ..processes import Crews, Failure, Parent, check_installed
+import torch
+import torch.distributed as dist
+import transformers
+from transformers.models.auto import modeling_auto as auto
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from ring_attn_cli.processes import Crews, Failure, Parent
+from ring_attn_torch import sum_gradients
+from ring_attn_torch.transformers import sequence_parallel
+from ring_attn_torch.transformers.models import own_positions
+
+from ..support import harness
 
 RANKS, TOKENS, VOCAB, SEED = 2, 37, 99, 0
 EXACT = 1e-4
@@ -54,8 +64,7 @@ NEEDED = ("vocab_size", "n_routed_experts", "num_experts_per_tok")
 KEY_HEADS = {"num_key_value_heads": "num_attention_heads", "swa_num_key_value_heads": "swa_num_attention_heads"}
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """A model class's result. ``verdict``: key of VERDICTS. ``error``: largest relative error of logits or gradients, or None."""
 
     model: str
@@ -64,34 +73,8 @@ class Verdict:
     error: float | None = None
 
 
-def run(model: str, seconds: float, console: Console, json_file: Path | None, table_file: Path | None) -> None:
-    """Try one class of transformers or all, print each verdict, and write all verdicts to the files that are not None."""
-    check_installed(["torch", "transformers"])
-    if not seconds > 0:
-        raise ValueError(f"--seconds must be above 0, got {seconds:g}")
-    for file in (json_file, table_file):
-        if file is not None:
-            check_writable(file)
-    known = classes()
-    if model != "all" and model not in known:
-        raise ValueError(f"unknown --model {model!r}: pass all, or a causal or masked class of transformers, as LlamaForCausalLM")
-    found: list[Verdict] = []
-    for each in verdicts(known if model == "all" else [model], seconds):
-        found.append(each)
-        error = "" if each.error is None else f" ({each.error:.1e})"
-        console.print(f"{each.model}: {VERDICTS[each.verdict]}{error}{each.words and ': ' + each.words}", soft_wrap=True)
-        record = {"transformers": version("transformers"), "date": date.today().isoformat(), "ranks": RANKS, "tokens": TOKENS}
-        record["classes"] = len(known)
-        if json_file is not None:
-            json_file.write_text(json.dumps(record | {"models": [asdict(x) for x in found]}, indent=1) + "\n")
-        if table_file is not None:
-            table_file.write_text(page(record, found))
-
-
 def classes() -> list[str]:
     """Return the names of transformers' causal and masked language models."""
-    from transformers.models.auto import modeling_auto as auto
-
     mappings = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     names = [name for mapping in mappings for name in mapping.values()]
     return sorted({name for each in names for name in ((each,) if isinstance(each, str) else each)})
@@ -102,7 +85,7 @@ def verdicts(names: Iterable[str], seconds: float) -> Iterator[Verdict]:
     waiting = deque(names)
     while waiting:
         with Crews(STARTUP) as crews:
-            crews.start("transformers", __name__, [(rank, crews.store) for rank in range(RANKS)])
+            crews.start("transformers", f"{__package__}.tested_models", [(rank, crews.store) for rank in range(RANKS)])
             _answers(crews, STARTUP)
             while waiting:
                 name = waiting.popleft()
@@ -115,21 +98,20 @@ def verdicts(names: Iterable[str], seconds: float) -> Iterator[Verdict]:
                 yield max(of_ranks, key=lambda each: (list(VERDICTS).index(each.verdict), each.error or 0))
 
 
-def page(record: dict[str, Any], found: Iterable[Verdict]) -> str:
-    """Return the text of docs/tested_models.md: an introduction with ``record`` (date, version, sizes) and tables of verdicts."""
-    found = list(found)
+def page(found: list[Verdict], known: int) -> str:
+    """Return the text of docs/tested_models.md: an introduction and tables of verdicts. ``known``: the number of all classes."""
     counts = Counter(each.verdict for each in found)
     lines = [
         "# Tested models",
         "",
-        "`ring-attn doctor --model all --table docs/tested_models.md` writes this page. For each class of causal or masked",
-        "language models in transformers it makes a tiny model with random weights. The model runs forward and backward on",
-        f"{record['tokens']} tokens in float32: with eager attention in one process, then inside `sequence_parallel` on",
-        f"{record['ranks']} CPU ranks. A class is exact if the relative errors of the logits and of each weight's gradient are",
-        f"at most {EXACT:.0e}; the second table shows the largest. The page was written with transformers",
-        f"{record['transformers']} on {record['date']}.",
+        "`python -m benchmarks.hugging_face.tested_models --page docs/tested_models.md` writes this page. For each class of",
+        "causal or masked language models in transformers it makes a tiny model with random weights. The model runs forward and",
+        f"backward on {TOKENS} tokens in float32: with eager attention in one process, then inside `sequence_parallel`",
+        f"on {RANKS} CPU ranks. A class is exact if the relative errors of the logits and of each weight's gradient are at most",
+        f"{EXACT:.0e}; the second table shows the largest. The page was written with transformers",
+        f"{version('transformers')} on {date.today().isoformat()}.",
         "",
-        f"| verdict | classes, {len(found)} of {record['classes']} |",
+        f"| verdict | classes, {len(found)} of {known} |",
         "|---|---|",
         *(f"| {verdict}: {words} | {counts[verdict]} |" for verdict, words in VERDICTS.items()),
         "",
@@ -149,9 +131,6 @@ def page(record: dict[str, Any], found: Iterable[Verdict]) -> str:
 
 def work(parent: Parent, rank: int, store: str) -> None:
     """Run one rank: for each model class that the parent names, compare ring and eager attention and report a ``Verdict``."""
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     parent("verdict", None)
@@ -210,9 +189,6 @@ def _answers(crews: Crews, seconds: float) -> list[Any]:
 
 
 def _verdict(name: str) -> Verdict:
-    from ring_attn_torch import sum_gradients
-    from ring_attn_torch.transformers import sequence_parallel
-
     try:
         model, ids = _model(name)
         expected = _results(model, ids)
@@ -235,9 +211,6 @@ def _verdict(name: str) -> Verdict:
 def _model(name: str) -> tuple[Any, Any]:
     """Return a model in eval mode and token ids [2, TOKENS], both equal on all ranks.
     The weights are large, because small weights would make all attention scores nearly equal."""
-    import torch
-    import transformers
-
     kind = getattr(transformers, name)
     config = tiny(kind.config_class, "Masked" not in name)
     config._attn_implementation = "eager"
@@ -256,10 +229,6 @@ def _model(name: str) -> tuple[Any, Any]:
 
 def _results(model: Any, ids: Any, after: Any = None) -> dict[str, Any]:
     """Run forward and backward, then ``after`` to sum gradients. Return a dict of "logits" and each weight's gradient by name."""
-    import torch
-
-    from ring_attn_torch.transformers.models import own_positions
-
     arguments: dict[str, Any] = {"use_cache": False} if getattr(model.config, "use_cache", False) else {}
     if not own_positions(model) and "position_ids" in inspect.signature(model.forward).parameters:
         arguments["position_ids"] = torch.arange(TOKENS).expand(len(ids), -1)
@@ -273,8 +242,6 @@ def _results(model: Any, ids: Any, after: Any = None) -> dict[str, Any]:
 def _largest_error(got: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:
     """Return the largest ||got - expected|| / ||expected|| of an array (NaN counts as inf), and the array's name.
     The divisor is at least 1e-3 times the largest gradient's norm, because some gradients are nearly zero."""
-    import torch
-
     norms = {name: x.double().norm().item() for name, x in expected.items()}
     least = 1e-3 * max(norm for name, norm in norms.items() if name != "logits")
     errors = {}
@@ -289,3 +256,14 @@ def _largest_error(got: dict[str, Any], expected: dict[str, Any]) -> tuple[float
 
 def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
+
+
+if __name__ == "__main__":
+    options = harness.options(__doc__, classes=classes(), seconds=120, page="")
+    found: list[Verdict] = []
+    for each in verdicts(options.classes, options.seconds):
+        found.append(each)
+        error = "" if each.error is None else f" ({each.error:.1e})"
+        print(f"{each.model}: {VERDICTS[each.verdict]}{error}{each.words and ': ' + each.words}", flush=True)
+        if options.page:
+            Path(options.page).write_text(page(found, len(classes())))
