@@ -35,25 +35,29 @@ class RingAttentionArguments(LayerArguments, LayerRing, AttentionConfig):
 class RingAttention(Projections):
     """Multi-head attention over a ring: ``o(ring_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
-    ``dim``: features of x. ``heads``: number of query heads. ``head_dim``: features of a head (None: dim / heads). ``kv_heads``:
-    number of key heads, a divisor of heads (None: heads). ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as
-    in :func:`ring_attention`. ``axis_name``: the ring, a mesh axis of the shard_map that the layer is called in. If ``mesh`` is
-    passed, call the layer on global arrays in layout order, sharded over the mesh, instead of inside a shard_map. Its attention
-    is then :func:`sharded_ring_attention` with ``batch_axes`` and ``head_axis``. Projections are computed in x's dtype, whatever
-    the dtype of the weights.
-
-    ``rotary``: the position embedding, a ``Rotary`` of :mod:`ring_attn_core.model.rotary` with an optional scaling.
-    ``rotary_base=b`` is short for ``rotary=Rotary(b)``. If both are None, q and k are not rotated. ``qk_norm``: apply an
-    :class:`RMSNorm` over head_dim with ``eps`` to q and k before the rotary embedding, as in Qwen3. ``qkv_bias``: q, k and v have
-    biases, as in Qwen2. ``o_bias``: o has a bias, as in Llama with attention_bias. ``param_dtype``: the dtype of the weights, by
-    name or as a jax.numpy dtype.
-
-    ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: each head has one learned logit in the softmax's
-    denominator. It is the parameter ``sinks`` [heads], initially 0, in float32 unless ``param_dtype`` is float64. ``alibi``: add
-    ``slope_h (k_pos - q_pos)`` in global positions to the scores, with the fixed slopes of
-    :func:`~ring_attn_core.model.alibi.alibi_slopes`. The slopes take the place of the rotary embedding, so usually pass
-    ``rotary_base=None`` too. ``dropout_rate``: the fraction of the attention probabilities that calls with a ``dropout_seed``
-    drop; calls without a seed drop nothing.
+    Arguments:
+        dim, heads: features of x; number of query heads.
+        kv_heads: number of key heads, a divisor of heads. None: heads.
+        head_dim: features of a head. None: dim / heads.
+        axis_name: the ring, a mesh axis of the shard_map that the layer is called in.
+        mesh, batch_axes, head_axis: if ``mesh`` is passed, call the layer on global arrays in layout order, sharded over it,
+            instead of inside a shard_map. Its attention is then :func:`sharded_ring_attention` with these arguments.
+        layout, mask, strategy, backend, deterministic: as in :func:`ring_attention`.
+        rotary: the position embedding, a ``Rotary`` of :mod:`ring_attn_core.model.rotary` with an optional scaling.
+        rotary_base: ``rotary_base=b`` is short for ``rotary=Rotary(b)``. If both are None, q and k are not rotated.
+        qk_norm: apply an :class:`RMSNorm` over head_dim to q and k before the rotary embedding, as in Qwen3.
+        eps: the epsilon of this norm.
+        qkv_bias: q, k and v have biases, as in Qwen2.
+        o_bias: o has a bias, as in Llama with attention_bias.
+        softcap: scores become ``softcap tanh(score / softcap)``.
+        sinks: each head has one learned logit in the softmax's denominator, the parameter ``sinks`` [heads], initially 0, in
+            float32 unless ``param_dtype`` is float64.
+        alibi: add ``slope_h (k_pos - q_pos)`` in global positions to the scores, with the fixed slopes of
+            :func:`~ring_attn_core.model.alibi.alibi_slopes`. They take the place of the rotary embedding, so usually pass
+            ``rotary_base=None`` too.
+        dropout_rate: the fraction of the attention probabilities that calls with a ``dropout_seed`` drop; others drop nothing.
+        param_dtype: the dtype of the weights, by name or as a jax.numpy dtype. The projections compute in x's dtype.
+        rngs: the generator of the initial weights.
 
     JAX sums the gradients of replicated weights over the ranks by itself, unless they are computed inside
     ``shard_map(check_vma=False)``. Raise ValueError if sizes do not fit, a number is outside its range, or the mesh lacks an
@@ -85,26 +89,26 @@ class RingAttention(Projections):
     ) -> jax.Array:
         """Apply attention to x [b s dim], this rank's shard in layout order (with a mesh: the global array); return [b s dim].
 
-        ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the layout. ``length``: the
-        global number of tokens without padding, if the shards hold padding. ``extents``, ``key_extents`` [b s 2], ``key_mask``
-        [b s]: as in ring_attention. ``dropout_seed``: an int or a 0-d integer array, the same on each rank and different at
-        each step; dropout applies only if it is passed. ``dropout_offset``: as in ring_attention.
-
-        ``layout``: the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, or a TracedLayout of it. None: the
-        layer's own layout. If the shard is balanced, None silently gives wrong results; :class:`RingTransformer` detects most
-        such calls.
-
-        ``longest_path``: the number of tokens on the longest path of a prefix tree. Pass ``shard.longest_path`` if the shard's
-        ``key_extents`` describe a tree. Windows and ALiBi slopes count positions of the packed row, not of a path. So with
-        ``longest_path`` the layer refuses slopes, a window of fewer than ``longest_path`` tokens (the query included), a mask
-        that is not causal, and a rotary embedding without ``positions``. Any other window hides nothing on any path and is
-        ignored. Without ``longest_path`` a layer with a window or slopes refuses ``key_extents``.
-
-        ``context`` [b t dim], sharded like x: a second sequence for cross-attention, the source of the keys and values.
-        ``context_length``: the context's global number of tokens without padding (None: all tokens of its shards).
-        ``context_positions``: int [t] or [b t], the positions of the context's tokens (None: those of the layout). With a
-        context, ``key_mask`` [b t], ``extents`` and the layer's mask refer to the context's tokens. If each query is to see the
-        whole context, construct the layer with ``mask=full()``, and usually with ``rotary_base=None``.
+        Arguments:
+            positions: int [s] or [b s], global positions for the rotary embedding. None: those of the layout.
+            length: the global number of tokens without padding, if the shards hold padding.
+            extents, key_extents, key_mask: [b s 2], [b s 2] and [b s], as in ring_attention.
+            longest_path: the number of tokens on the longest path of a prefix tree: pass ``shard.longest_path`` if the shard's
+                ``key_extents`` describe a tree. Windows and ALiBi slopes count positions of the packed row, not of a path. So
+                with it the layer refuses slopes, a window of fewer than ``longest_path`` tokens (the query included), a mask that
+                is not causal, and a rotary embedding without ``positions``. Any other window hides nothing on any path and is
+                ignored. Without it a layer with a window or slopes refuses ``key_extents``.
+            layout: the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, or a TracedLayout of it. None: the
+                layer's own layout. If the shard is balanced, None silently gives wrong results; :class:`RingTransformer` detects
+                most such calls.
+            dropout_seed: an int or a 0-d integer array, the same on every rank and different at every step. Dropout applies only
+                if it is passed.
+            dropout_offset: as in ring_attention.
+            context: [b t dim], sharded like x: a second sequence for cross-attention, the source of the keys and values. With it,
+                ``key_mask`` [b t], ``extents`` and the layer's mask refer to the context's tokens. If each query is to see the
+                whole context, construct the layer with ``mask=full()``, and usually with ``rotary_base=None``.
+            context_positions: int [t] or [b t], the positions of the context's tokens. None: those of the layout.
+            context_length: the context's global number of tokens without padding. None: all tokens of its shards.
 
         Raise ValueError if x or context has a wrong shape, if a ``context_...`` argument lacks ``context``, or if ring_attention
         refuses an argument.

@@ -35,24 +35,27 @@ class RingAttentionArguments(LayerArguments, LayerRing, AttentionConfig):
 class RingAttention(Projections):
     """Multi-head attention over a ring: ``o(ring_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
-    ``dim``: features of x. ``heads``: number of query heads. ``head_dim``: features of a head (None: dim / heads). ``kv_heads``:
-    number of key heads, a divisor of heads (None: heads). ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as
-    in :func:`ring_attention`. ``group``: the ring, a ProcessGroup or 1-D DeviceMesh; None: the default group, or a ring of one
-    rank if torch.distributed is not initialized. The projections compute in x's dtype, or autocast's, whatever the dtype of the
-    weights.
-
-    ``rotary``: the position embedding, a ``Rotary`` of :mod:`ring_attn_core.model.rotary` with an optional scaling.
-    ``rotary_base=b`` is short for ``rotary=Rotary(b)``. If both are None, q and k are not rotated. ``qk_norm``: apply an
-    :class:`RMSNorm` over head_dim with ``eps`` to q and k before the rotary embedding, as in Qwen3. ``qkv_bias``: q, k and v have
-    biases, as in Qwen2. ``o_bias``: o has a bias, as in Llama with attention_bias. ``param_dtype``: the dtype of the weights, by
-    name or as a torch.dtype.
-
-    ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: each head has one learned logit in the softmax's
-    denominator. It is the parameter ``sinks`` [heads], initially 0, in float32 unless ``param_dtype`` is float64. ``alibi``: add
-    ``slope_h (k_pos - q_pos)`` in global positions to the scores, with the fixed slopes of
-    :func:`~ring_attn_core.model.alibi.alibi_slopes`. The slopes take the place of the rotary embedding, so usually pass
-    ``rotary_base=None`` too. ``dropout_rate``: the fraction of the attention probabilities that calls with a ``dropout_seed``
-    drop; calls without a seed drop nothing.
+    Arguments:
+        dim, heads: features of x; number of query heads.
+        kv_heads: number of key heads, a divisor of heads. None: heads.
+        head_dim: features of a head. None: dim / heads.
+        group: the ring, a ProcessGroup or 1-D DeviceMesh; None: the default group, or a ring of one rank if torch.distributed is
+            not initialized.
+        layout, mask, strategy, backend, deterministic: as in :func:`ring_attention`.
+        rotary: the position embedding, a ``Rotary`` of :mod:`ring_attn_core.model.rotary` with an optional scaling.
+        rotary_base: ``rotary_base=b`` is short for ``rotary=Rotary(b)``. If both are None, q and k are not rotated.
+        qk_norm: apply an :class:`RMSNorm` over head_dim to q and k before the rotary embedding, as in Qwen3.
+        eps: the epsilon of this norm.
+        qkv_bias: q, k and v have biases, as in Qwen2.
+        o_bias: o has a bias, as in Llama with attention_bias.
+        softcap: scores become ``softcap tanh(score / softcap)``.
+        sinks: each head has one learned logit in the softmax's denominator, the parameter ``sinks`` [heads], initially 0, in
+            float32 unless ``param_dtype`` is float64.
+        alibi: add ``slope_h (k_pos - q_pos)`` in global positions to the scores, with the fixed slopes of
+            :func:`~ring_attn_core.model.alibi.alibi_slopes`. They take the place of the rotary embedding, so usually pass
+            ``rotary_base=None`` too.
+        dropout_rate: the fraction of the attention probabilities that calls with a ``dropout_seed`` drop; others drop nothing.
+        param_dtype: the dtype of the weights, by name or as a torch.dtype. The projections compute in x's dtype, or autocast's.
 
     A rank's gradients of the weights are partial: sum them over the ranks with :func:`sum_gradients`. Raise ValueError if sizes
     do not fit, a number is outside its range, or ``deterministic`` is combined with a backend that is not deterministic.
@@ -85,26 +88,26 @@ class RingAttention(Projections):
     ) -> Tensor:
         """Apply attention to x [b s dim], this rank's shard in layout order; return [b s dim].
 
-        ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the layout. ``length``: the
-        global number of tokens without padding, if the shards hold padding. ``extents``, ``key_extents`` [b s 2], ``key_mask`` [b
-        s]: as in ring_attention. ``dropout_seed``: an int or a 0-d integer tensor, the same on every rank and different at every
-        step. Dropout applies if and only if a seed is passed; ``self.training`` is ignored. ``dropout_offset``: as in
-        ring_attention.
-
-        ``layout``: the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, for this call. None: the layer's own
-        layout. If the shard is balanced, None silently gives wrong results; :class:`RingTransformer` detects most such calls.
-
-        ``longest_path``: the number of tokens on the longest path of a prefix tree. Pass ``shard.longest_path`` if the shard's
-        ``key_extents`` describe a tree. Windows and ALiBi slopes count positions of the packed row, not of a path. So with
-        ``longest_path`` the layer refuses slopes, a window of fewer than ``longest_path`` tokens (the query included), a mask
-        that is not causal, and a rotary embedding without ``positions``. Any other window hides nothing on any path and is
-        ignored. Without ``longest_path`` a layer with a window or slopes refuses ``key_extents``.
-
-        ``context`` [b t dim], sharded like x: a second sequence for cross-attention, the source of the keys and values.
-        ``context_length``: the context's global number of tokens without padding (None: all tokens of its shards).
-        ``context_positions``: int [t] or [b t], the positions of the context's tokens (None: those of the layout). With a
-        context, ``key_mask`` [b t], ``extents`` and the layer's mask refer to the context's tokens. If each query is to see the
-        whole context, construct the layer with ``mask=full()``, and usually with ``rotary_base=None``.
+        Arguments:
+            positions: int [s] or [b s], global positions for the rotary embedding. None: those of the layout.
+            length: the global number of tokens without padding, if the shards hold padding.
+            extents, key_extents, key_mask: [b s 2], [b s 2] and [b s], as in ring_attention.
+            longest_path: the number of tokens on the longest path of a prefix tree: pass ``shard.longest_path`` if the shard's
+                ``key_extents`` describe a tree. Windows and ALiBi slopes count positions of the packed row, not of a path. So
+                with it the layer refuses slopes, a window of fewer than ``longest_path`` tokens (the query included), a mask that
+                is not causal, and a rotary embedding without ``positions``. Any other window hides nothing on any path and is
+                ignored. Without it a layer with a window or slopes refuses ``key_extents``.
+            layout: the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, for this call. None: the layer's
+                own layout. If the shard is balanced, None silently gives wrong results; :class:`RingTransformer` detects most
+                such calls.
+            dropout_seed: an int or a 0-d integer tensor, the same on every rank and different at every step. Dropout applies if
+                and only if it is passed; ``self.training`` is ignored.
+            dropout_offset: as in ring_attention.
+            context: [b t dim], sharded like x: a second sequence for cross-attention, the source of the keys and values. With it,
+                ``key_mask`` [b t], ``extents`` and the layer's mask refer to the context's tokens. If each query is to see the
+                whole context, construct the layer with ``mask=full()``, and usually with ``rotary_base=None``.
+            context_positions: int [t] or [b t], the positions of the context's tokens. None: those of the layout.
+            context_length: the context's global number of tokens without padding. None: all tokens of its shards.
 
         Raise ValueError if x or context has a wrong shape, or if the layer or ring_attention refuses an argument.
         """
