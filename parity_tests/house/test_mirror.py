@@ -76,8 +76,7 @@ ONLY_IN_TORCH = {
     "functional/flash.py": "the package flash_attn is PyTorch's",
     "functional/flex.py": "a signature of torch.nn.attention",
     "functional/scaled_dot_product.py": "a signature of torch.nn.functional",
-    "functional/score_mods.py": "scores of flex_attention",
-    "functional/shards.py": "what these four share",
+    "functional/shards.py": "what these three share",
     "call/documents.py": 'JAX traces extents, so that "auto" cannot look at them',
     "attend/vendor.py": "JAX's attention of cuDNN does not take the lse of a whole ring for its backward",
 }

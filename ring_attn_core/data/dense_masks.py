@@ -41,6 +41,9 @@ NEITHER = (
 )
 """The end of the error about a mask that no arguments of ``ring_attention`` express."""
 
+HEADS_DIFFER = "differs between heads, which share what they see: pass the same for all heads of a batch row"
+"""The end of the error about a mask that is not the same for all heads."""
+
 
 class DenseMaskArguments(NamedTuple):
     """A mask as arguments of ``ring_attention``, before sharding. A query sees the keys that all of these arguments permit."""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring_attn_core.data.dense_masks import NEITHER, DenseMaskArguments, both, dense_mask_arguments
+from ring_attn_core.data.dense_masks import HEADS_DIFFER, NEITHER, DenseMaskArguments, both, dense_mask_arguments
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.layouts import named
 from ring_attn_core.masks import causal, full
@@ -217,7 +217,7 @@ def _mask_arguments_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[Den
         return parts, fits & (visible == visible[:, :1]).all((1, 3))
     visible = values.reshape(sizes)
     if not (visible == visible[:, :1]).all():
-        raise ValueError("mask differs between heads, which share what they see: pass the same for all heads of a batch row")
+        raise ValueError(f"mask {HEADS_DIFFER}")
     import numpy as np
 
     parts = dense_mask_arguments(np.broadcast_to(visible[:, 0], (rows, queries, keys)))

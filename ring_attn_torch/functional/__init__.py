@@ -4,11 +4,14 @@ Each attention function takes the arguments and array shapes of the function tha
 ``group``, ``layout``, ``length`` and ``kv_length``, and ``dropout_seed`` if it has dropout. On a ring the arrays are this rank's
 shards; masks, lengths and cu_seqlens are global, in natural order and the same on every rank. An unsupported argument raises a
 ValueError that says what to use instead. ``alibi`` and ``softcap`` make score_mods for ``flex_attention``.
+
+A mask must be the same for all heads; batch rows may differ. Apart from unused keys (padding), which no query sees, it must be a
+band (causal or a sliding window), or restrict each query to an interval of keys, each key to an interval of queries, or both.
+Masks of documents, prefixes and prefix trees have this form.
 """
 
 from .flash import flash_attn_func, flash_attn_varlen_func
-from .flex import flex_attention
+from .flex import alibi, flex_attention, softcap
 from .scaled_dot_product import scaled_dot_product_attention
-from .score_mods import alibi, softcap
 
 __all__ = ["alibi", "flash_attn_func", "flash_attn_varlen_func", "flex_attention", "scaled_dot_product_attention", "softcap"]

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ring_attn_core.data.dense_masks import BLOCK, NEITHER, DenseMaskArguments, Hulls
+from ring_attn_core.data.dense_masks import BLOCK, HEADS_DIFFER, NEITHER, DenseMaskArguments, Hulls
 from ring_attn_core.validation import in_words
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _evaluated(block_mask: BlockMask, shape: Shape) -> DenseMaskArguments:
                 "create_block_mask, in a mask_mod that says everything"
             )
         if (seen != seen[:, :1]).any():
-            raise ValueError("block_mask differs between heads, which share what they see: pass the same for all heads")
+            raise ValueError(f"block_mask {HEADS_DIFFER}")
         alike = seen.stride(0) == 0  # the function does not read the batch row
         of_rows = seen[:1, 0] if alike else seen[:, 0]
         hulls = hulls or Hulls(len(of_rows), queries, keys)

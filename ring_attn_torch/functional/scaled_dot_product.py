@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn_core.data.dense_masks import NEITHER, dense_mask_arguments
+from ring_attn_core.data.dense_masks import HEADS_DIFFER, NEITHER, dense_mask_arguments
 from ring_attn_core.masks import causal, full
 from ring_attn_core.model.checks import check_flags
 from ring_attn_core.validation import as_number, in_words
@@ -49,19 +49,16 @@ def scaled_dot_product_attention(
     ``h // (heads / kv_heads)`` of the keys.
 
     ``attn_mask``: the global mask in natural order, the same on every rank. It is bool, True for each permitted pair, or floats
-    of 0 and -inf. It broadcasts against [batch, heads, length, kv_length] and must be the same for all heads. Apart from unused
-    keys (padding), it must be a band (causal or a sliding window), or restrict each query to an interval of keys, each key to an
-    interval of queries, or both. Masks of documents, prefixes and prefix trees have this form. The values are read on the host;
-    for long sequences pass ``is_causal``, or call :func:`ring_attention` with extents. Masks of
-    ``torch.nn.attention.bias.causal_lower_right`` and ``causal_upper_left`` become bands without being read. A query that sees no
-    key has out 0.
+    of 0 and -inf. It broadcasts against [batch, heads, length, kv_length]. The masks that a ring computes:
+    :mod:`ring_attn_torch.functional`. The values are read on the host; for long sequences pass ``is_causal``, or call
+    :func:`ring_attention` with extents. Masks of ``torch.nn.attention.bias.causal_lower_right`` and ``causal_upper_left`` become
+    bands without being read. A query that sees no key has out 0.
 
     ``dropout_p``: needs ``dropout_seed``, as in :func:`ring_attention`; it drops other probabilities than torch. Under autocast
-    query, key and value are cast as in torch.
-    ``group``, ``layout`` (a name), ``length``, ``kv_length``: as in ring_attention.
+    query, key and value are cast as in torch. ``group``, ``layout`` (a name), ``length``, ``kv_length``: as in ring_attention.
 
     Raise ValueError, the same on every rank and before anything is sent, if attn_mask holds floats other than 0 and -inf, differs
-    between heads, or does not have the form described above. Raise it too if torch.compile traces an attn_mask, if one is passed
+    between heads, or lacks the form that a ring computes. Raise it too if torch.compile traces an attn_mask, if one is passed
     together with is_causal=True, or if ring_attention refuses an argument.
     """
     ring = RingArguments(group, layout, length, kv_length)
@@ -139,5 +136,5 @@ def _visible(attn_mask: Any, shape: tuple[int, int, int, int]) -> Tensor:
         raise ValueError(f"attn_mask must be bool, True where attention is permitted, or hold 0 and -inf, got {attn_mask.dtype}")
     visible = visible.reshape(sizes)
     if not (visible == visible[:, :1]).all():
-        raise ValueError("attn_mask differs between heads, which share what they see: pass the same for all heads of a batch row")
+        raise ValueError(f"attn_mask {HEADS_DIFFER}")
     return visible[:, 0].expand(-1, *shape[2:])

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ring_attn_core.data.dense_masks import HEADS_DIFFER
 from ring_attn_core.masks import causal, full
 from ring_attn_core.runs import Band
 
@@ -62,7 +63,7 @@ def visible_pairs(attn_mask: Tensor, batch: int, heads: int) -> Tensor:
         return visible[None]
     visible = visible.unflatten(0, (batch, heads))
     if not torch.compiler.is_compiling() and not (visible == visible[:, :1]).all():
-        raise ValueError("attn_mask differs between heads, which share what they see: pass the same for all heads of a batch row")
+        raise ValueError(f"attn_mask {HEADS_DIFFER}")
     return visible[:, 0]
 
 
