@@ -1,6 +1,6 @@
 """A loop of one's own with accelerate on its cp axis: documents stay apart, and ten steps are those of one process.
 
-What accelerate's hooks do to masks is in ring_attn_torch/transformers/masks.py, and what its mesh is in trainer.py beside it.
+What accelerate's hooks do to masks is in ring_attn_torch/transformers/attention.py, and what its mesh is in trainer.py beside it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 import ring_attn_torch.transformers as hf
 from ring_attn_core.reference.tolerance import relative_error
-from ring_attn_torch.transformers.masks import ACCELERATE_HOOK, AccelerateHooks
+from ring_attn_torch.transformers.attention import ACCELERATE_HOOK, AccelerateHooks
 
 from ..support.models import apart
 from .hugging_face import Case, batch, computing, make, rounding_of, truth

@@ -17,7 +17,7 @@ from ring_attn_core.masks import causal, sliding_window
 from ring_attn_core.plan.balanced import balanced_layout
 from ring_attn_torch import document_extents, shard_batch
 from ring_attn_torch.transformers.attention import ring_attention
-from ring_attn_torch.transformers.balanced import dealt, layer_masks
+from ring_attn_torch.transformers.documents import dealt, layer_masks
 from ring_attn_torch.transformers.masks import CallRing
 
 from .hugging_face import CLASSES, DOCUMENTS, LENGTH, SMALL, Case, batch, make

@@ -13,10 +13,17 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from ring_attn_torch.transformers.documents import check_documents
+from ring_attn_torch.transformers.masks import CallArguments, CallRing
 
 from .test_transformers_refusals import check_refused
 
 IDS = torch.ones(1, 8, dtype=torch.long)
+
+
+def checked(given: dict[str, Any], length: int) -> None:
+    """Check the documents of one row."""
+    model: Any = None
+    check_documents(CallArguments(model, CallRing(), given, torch.ones(1, length)))
 
 
 @pytest.mark.parametrize("start", [0, 2])
@@ -28,28 +35,26 @@ def test_ends_of_documents_that_transformers_collator_writes_beside_positions_pa
     collator.position_ids_start = start
     given: dict[str, Any] = dict(collator([{"input_ids": [5] * tokens} for tokens in (4, 1, 1, 3)]))
     assert given["cu_seq_lens_q"].tolist() == [0, 4, 5, 6, 9]
-    check_documents("a model", given, (1, 9), False)
-    check_documents("a model", given | {"position_ids": given["position_ids"].expand(4, 1, 9)}, (1, 9), False)  # of Qwen-VL
-    check_documents("a model", given | {"position_ids": torch.zeros(3, 1, 9)}, (1, 9), False)  # without positions in the text
+    checked(given, 9)
+    checked(given | {"position_ids": given["position_ids"].expand(4, 1, 9)}, 9)  # of Qwen-VL
+    checked(given | {"position_ids": torch.zeros(3, 1, 9)}, 9)  # without positions in the text
     for ends in ([0, 4, 5, 6, 8, 9], [0, 3, 5, 6, 9]):
         with pytest.raises(ValueError, match="cu_seq_lens_q and position_ids disagree"):
-            check_documents(
-                "a model", given | dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(ends)), (1, 9), False
-            )
+            checked(given | dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(ends)), 9)
 
 
 @pytest.mark.parametrize("positions", [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 0, 0, 0, 0]])
 def test_positions_that_name_no_document_leave_it_to_the_ends(positions: list[int]):
     """As those of a model without packing, and those of padding, which repeat 0."""
     given = {"position_ids": torch.tensor([positions]), "cu_seq_lens_q": torch.tensor([0, 3, 7])}
-    check_documents("a model", given, (1, 7), False)
+    checked(given, 7)
 
 
 def test_ends_and_positions_may_differ_at_padding_that_a_mask_names():
     given = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0]])}
-    check_documents("a model", given | {"cu_seq_lens_q": torch.tensor([0, 3, 5, 7])}, (1, 7), False)
+    checked(given | {"cu_seq_lens_q": torch.tensor([0, 3, 5, 7])}, 7)
     with pytest.raises(ValueError, match="by cu_seq_lens_q a document begins at token 4"):
-        check_documents("a model", given | {"cu_seq_lens_q": torch.tensor([0, 3, 4, 7])}, (1, 7), False)
+        checked(given | {"cu_seq_lens_q": torch.tensor([0, 3, 4, 7])}, 7)
 
 
 CALLS: dict[str, tuple[dict[str, Any], str]] = {

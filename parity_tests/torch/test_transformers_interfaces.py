@@ -20,8 +20,7 @@ from ring_attn_core.masks import causal, full, sliding_window
 from ring_attn_torch.transformers import attention, masks
 from ring_attn_torch.transformers.cache import CachedCall, RingCache
 from ring_attn_torch.transformers.documents import DocumentBounds, documents_of
-from ring_attn_torch.transformers.mask_functions import Pattern, candidates, fits, intervals
-from ring_attn_torch.transformers.masks import CallRing
+from ring_attn_torch.transformers.masks import CallRing, Pattern, candidates, fits, intervals
 from ring_attn_torch.transformers.shards import GlobalBatch, ends_of_blocks
 
 

@@ -54,7 +54,7 @@ def test_an_untried_torch_is_named_once_and_runs(monkeypatch: pytest.MonkeyPatch
 
 def test_the_extra_of_trl_brings_a_transformers_that_its_trainers_take():
     pytest.importorskip("accelerate")
-    from ring_attn_torch.transformers.trainer_checks import OLDEST
+    from ring_attn_torch.transformers.arguments import OLDEST
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert f"transformers>={OLDEST}" in extras["trl"]

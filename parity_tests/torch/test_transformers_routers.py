@@ -19,7 +19,7 @@ import transformers
 import ring_attn_torch.transformers as hf
 from ring_attn_core.reference.tolerance import relative_error
 from ring_attn_torch import sum_gradients
-from ring_attn_torch.transformers import routers
+from ring_attn_torch.transformers.loss import FUNCTION
 
 from .hugging_face import HEADS, SMALL, VOCAB, in_float64
 from .test_transformers_refusals import message_of
@@ -137,7 +137,7 @@ def over_shards(group: Any) -> list[np.ndarray]:
     with in_float64(), torch.no_grad(), hf.sequence_parallel(model, group):
         logits = model(**batch(False)).router_logits
         config = model.config
-        own = vars(MIXTRAL)[routers.FUNCTION](logits, config.num_local_experts, config.num_experts_per_tok)
+        own = vars(MIXTRAL)[FUNCTION](logits, config.num_local_experts, config.num_experts_per_tok)
     torch.distributed.all_reduce(own, group=group)
     return [(own / group.size()).numpy()]
 
@@ -158,7 +158,7 @@ def test_calls_that_have_no_auxiliary_loss_are_refused_by_name(more: dict[str, A
 
 def test_a_function_of_another_formula_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
     model = make("mixtral")
-    monkeypatch.setattr(MIXTRAL, routers.FUNCTION, lambda logits, experts, top_k=2, mask=None: sum(x.mean() for x in logits))
+    monkeypatch.setattr(MIXTRAL, FUNCTION, lambda logits, experts, top_k=2, mask=None: sum(x.mean() for x in logits))
     with hf.sequence_parallel(model):
         assert "computes no auxiliary loss of routers that sequence_parallel knows" in message_of(lambda: model(**batch(False)))
         assert "aux_loss" not in model(**batch(False), output_router_logits=False)

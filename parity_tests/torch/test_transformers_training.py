@@ -16,7 +16,7 @@ pytest.importorskip("accelerate")
 import torch
 
 import ring_attn_torch.transformers as hf
-from ring_attn_torch.transformers.masks import ACCELERATE_HOOK
+from ring_attn_torch.transformers.attention import ACCELERATE_HOOK
 
 from ..support.models import apart
 from .hugging_face import make

@@ -105,11 +105,11 @@ def test_a_reference_that_differs_between_ranks_is_refused_on_every_rank(four: A
 def test_the_refusal_of_another_loss_of_sft_names_both_names_of_the_plain_loss(tmp_path: Path):
     from trl import SFTConfig  # type: ignore[import-not-found]
 
-    from ring_attn_torch.transformers.trainer_checks import check_arguments
+    from ring_attn_torch.transformers.arguments import check_training_arguments
 
     arguments = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, loss_type="dft")
     with pytest.raises(ValueError, match=r'loss_type=dft: .*: leave it "nll", or "chunked_nll", its old name'):
-        check_arguments(arguments)
+        check_training_arguments(arguments)
 
 
 def test_a_trainer_before_the_ring_in_the_bases_is_refused():
@@ -188,7 +188,7 @@ def test_trls_head_is_refused_where_it_has_nothing_to_score(four: Any):
 def test_other_trainers_of_trl_are_refused(name: str):
     import trl  # type: ignore[import-not-found]
 
-    from ring_attn_torch.transformers.trl import check_kind
+    from ring_attn_torch.transformers.trainer import check_kind
 
     kind = type("Mine", (hf.RingTraining, getattr(trl, name)), {})
     mine: Any = object.__new__(kind)

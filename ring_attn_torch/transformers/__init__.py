@@ -12,20 +12,15 @@ Example:
 The files:
 
     parallel.py     sequence_parallel and enable: the hooks before and after each call of a model
-    arguments.py    the arguments of a call: checked, and compared between ranks
-    visual.py       the checks of image features that a model's first layers add
-    shards.py       from global input_ids and labels to this rank's shards
-    balanced.py     the balanced layout: each call assigns its documents to the ranks
-    trees.py        the checks of a call's prefix trees, and their arrays
-    masks.py        from transformers' masks to bands and intervals; accelerate's hooks, which remove masks
-    mask_functions.py    recognition of a mask function's pattern, by samples of position pairs
-    attention.py    attention of one layer over the ring
-    loss.py         the loss over the labels of all ranks
-    routers.py      the auxiliary loss of mixture-of-experts models
-    cache.py        the cache of generate, and a call that continues it
     models.py       the models that are refused, and why
-    trainer.py      RingTrainer and RingTraining
-    trl.py          trl's Trainers, and its head of log-probabilities
+    arguments.py    the arguments of a call and of a Trainer: checked, and compared between ranks
+    documents.py    documents and prefix trees in the rows of a call, and their balanced layout
+    shards.py       from global input_ids, labels and images to this rank's shards
+    masks.py        from transformers' masks to bands and intervals, by samples of position pairs
+    attention.py    attention of one layer over the ring, and the changes to a model that lead to it
+    loss.py         the loss over the labels of all ranks, and the auxiliary loss of mixture-of-experts models
+    cache.py        the cache of generate, and a call that continues it
+    trainer.py      RingTrainer and RingTraining, also for trl's Trainers
 """
 
 from __future__ import annotations

@@ -1,20 +1,22 @@
-"""The argument checks of a model call inside ``sequence_parallel``: on each rank, then between ranks, before the model runs.
+"""The argument checks of a model call inside ``sequence_parallel``, before the model runs, and of TrainingArguments.
 
-If one rank refuses a call, every rank raises. At every call, the ranks exchange the names of the passed arguments, the dtypes and
+If one rank refuses a call, every rank raises. At each call, the ranks exchange the names of the passed arguments, the dtypes and
 shapes of tensors, and the plain values (numbers, bools, text). They also exchange digests of label_weights, of the tree and of
 tensors that are not floating point. If any of these differ, the error names the argument.
 """
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Iterator
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
+from transformers import PreTrainedModel, TrainingArguments
 
 from ring_attn_core.data.trees import trees_of
 from ring_attn_core.model.generation import check_ids
@@ -22,67 +24,61 @@ from ring_attn_core.validation import in_words, is_integer
 
 from ..ring.agreement import exchange, same_error
 from ..ring.groups import is_dtensor
-from .cache import RingCache, cache_name, cache_of, with_cache_renamed
-from .documents import check_documents
-from .masks import NAME, CallRing
-from .models import own_positions, text_config
-from .routers import check_routers
-from .trees import check_tree
-from .trl import check_call
-from .visual import VISUAL, check_visual, shape_of
+from .cache import NAMES, cache_name, cache_of
+from .documents import check_documents, check_positions, check_tree, shape_of
+from .loss import check_routers
+from .masks import NAME, CallArguments, CallRing
+from .shards import IN_PLACE, LABELS, LENGTHS, SHARDED, SHIFTED, VISUAL, check_visual
 
-SHIFTED, IN_PLACE = (ForCausalLMLoss,), (ForMaskedLMLoss, ForTokenClassification)
-"""transformers' losses that are sums over tokens. SHIFTED: a token predicts the next token's label; IN_PLACE: its own label."""
+OLDEST = Version("5.20")
+"""The first release of transformers whose Trainer counts the labels of a row once, however many ranks shard it."""
 
 REFUSED = {
     "output_attentions": "the weights of attention, tokens times tokens, are never made: leave it out",
     "logits_to_keep": "the last tokens are on one rank. Leave it out, or pass use_cache=True, for text",
     "is_causal": "the config says who sees whom: leave it out",
 }
-LABELS = ("labels", "shift_labels", "label_weights")
-SHARDED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", *LABELS, "tree")
-LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Arguments added by collators of packed documents.
-
-seq_idx is not read: it is for short convolutions, which a ring does not support.
-"""
-
-
-class CheckedArguments(NamedTuple):
-    """A call's checked arguments. ``by_name``: those that are not None. ``tokens``: ids or embeddings. ``seed``: for dropout."""
-
-    by_name: dict[str, Any]
-    tokens: Tensor
-    cache: RingCache | None
-    seed: int | None
-
-
-def checked_arguments(
-    model: PreTrainedModel, ring: CallRing, args: tuple[object, ...], kwargs: dict[str, Any]
-) -> CheckedArguments:
-    """Return a call's checked arguments. Raise ValueError on all ranks if an argument is unsupported or differs between ranks."""
-    with same_error(ring.group):
-        _check_attends(model)
-        call_arguments = with_cache_renamed(model, _by_name(args, kwargs))
-        tokens = _tokens(call_arguments)
-        _check_ids(model, tokens)
-        cache = cache_of(model, ring, call_arguments)
-        of_cache = () if cache is None else (cache_name(model), "use_cache", "logits_to_keep")
-        _check(model, {name: x for name, x in call_arguments.items() if name not in of_cache}, tuple(tokens.shape[:2]), cache)
-        described = call_arguments if cache is None else call_arguments | {"cached tokens": cache.tokens}
-        seed = int(torch.randint(2**31, ())) if model.training else None
-        mine = [_description(described), _content(call_arguments), seed]
-    if ring.ranks > 1:
-        exchanged = exchange("a call inside sequence_parallel", mine, ring.group)  # type: ignore[arg-type]
-        _compare(exchanged)
-        seed = exchanged[0][2]
-    return CheckedArguments(call_arguments, tokens, cache, seed)
-
 
 SAME_WEIGHTS = (
     "load the same weights on every rank, or call torch.manual_seed with one seed before the model, and adapters as LoRA, are "
     "made"
 )
+
+REFUSED_IN_TRAINING = {
+    "n_gpu": "one process would drive several GPUs: start one a GPU, with torchrun",
+    "average_tokens_across_devices": "every rank has a part of a row's labels, which only all of them count rightly: leave it "
+    "True",
+    "label_smoothing_factor": "its loss is made of whole logits: leave it 0",
+    "neftune_noise_alpha": "its noise depends on the length of a row, of which every rank has a part: leave it out",
+    "torch_compile": "it would compile the call that shards whole rows: leave it False, or torch.compile(model) and a loop of "
+    "your own",
+    "use_liger_kernel": "its loss is made in the model: leave it False, and pass loss_chunk",
+    "deepspeed": "its engine divides gradients in its own way: use DDP or fsdp, version 2",
+    "train_sampling_strategy": '"batch_rebalance" deals rows to ranks, not to rings: choose another',
+    "dispatch_batches": "one rank would read all rows: leave it None in accelerator_config",
+    "eval_use_gather_object": "rows of several rings are gathered as tensors, each once: leave it False",
+    "loss_type": "SFTTrainer's other losses are made of what its own head returns: leave it "
+    '"nll", or "chunked_nll", its old name',
+    "precompute_ref_log_probs": "the reference model would run before the ring is on: leave it False",
+}
+
+
+def checked_arguments(model: PreTrainedModel, ring: CallRing, args: tuple[object, ...], kwargs: dict[str, Any]) -> CallArguments:
+    """Return a call's checked arguments. Raise ValueError on all ranks if an argument is unsupported or differs between ranks."""
+    with same_error(ring.group):
+        _check_attends(model)
+        by_name = _by_name(model, args, kwargs)
+        call = CallArguments(model, ring, by_name, _tokens(by_name))
+        _check_ids(call)
+        call = call._replace(cache=cache_of(call), seed=int(torch.randint(2**31, ())) if model.training else None)
+        _check(call)
+        described = by_name if call.cache is None else by_name | {"cached tokens": call.cache.tokens}
+        mine = [_description(described), _content(by_name), call.seed]
+    if ring.ranks > 1:
+        exchanged = exchange("a call inside sequence_parallel", mine, ring.group)  # type: ignore[arg-type]
+        _compare(exchanged)
+        call = call._replace(seed=exchanged[0][2])
+    return call
 
 
 def check_weights(
@@ -95,15 +91,19 @@ def check_weights(
     of_bytes = [p.reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for p in whole.values()]
     mine = dict(zip(whole, torch.stack([x.to(of_bytes[0].device) for x in of_bytes]).tolist(), strict=True))
     exchanged = exchange("sequence_parallel", mine, ring.group)  # type: ignore[arg-type]
-    for rank, theirs in enumerate(exchanged):
-        other = next((name for name in {**exchanged[0], **theirs} if exchanged[0].get(name) != theirs.get(name)), None)
-        if other is not None:
-            raise ValueError(f"rank {rank} of {ranks} holds another {prefix}{other} than rank 0: {remedy}")
+    for rank, name in _differences(exchanged):
+        raise ValueError(f"rank {rank} of {ranks} holds another {prefix}{name} than rank 0: {remedy}")
+
+
+def _differences(of_ranks: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
+    """Yield each (rank, name) by which a rank's dict differs from that of rank 0."""
+    for rank, mine in enumerate(of_ranks):
+        yield from ((rank, name) for name in {**of_ranks[0], **mine} if of_ranks[0].get(name) != mine.get(name))
 
 
 def _check_attends(model: PreTrainedModel) -> None:
     """Raise ValueError if the config's attention implementation was changed inside sequence_parallel."""
-    got = text_config(model.config)._attn_implementation
+    got = model.config.get_text_config()._attn_implementation
     if got != NAME:
         raise ValueError(
             f"model.config says attn_implementation={got!r} inside sequence_parallel, by which each rank would attend to its "
@@ -111,23 +111,24 @@ def _check_attends(model: PreTrainedModel) -> None:
         )
 
 
-def _by_name(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call that are not None, by name. Raise ValueError if any but input_ids is positional."""
+def _by_name(model: PreTrainedModel, args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call that are not None, by name, with the cache under the name that ``model`` uses. Raise
+    ValueError if any but input_ids is positional, or if the cache has both names."""
     if len(args) > 1 or (args and "input_ids" in kwargs):
         raise ValueError(
             "inside sequence_parallel pass the arguments of the model by name; only input_ids may come first without"
         )
-    call_arguments = dict(kwargs) | ({"input_ids": args[0]} if args else {})
-    return {name: x for name, x in call_arguments.items() if x is not None}
+    named = kwargs | ({"input_ids": args[0]} if args else {})
+    if all(named.get(name) is not None for name in NAMES):
+        raise ValueError(f"the call has a cache and past_key_values, two names of one argument: pass {cache_name(model)} alone")
+    return {cache_name(model) if name in NAMES else name: x for name, x in named.items() if x is not None}
 
 
 def _tokens(call_arguments: dict[str, Any]) -> Tensor:
     """Return input_ids or inputs_embeds. Raise ValueError unless exactly one is passed, as a plain Tensor, not a DTensor."""
     if ("input_ids" in call_arguments) == ("inputs_embeds" in call_arguments):
-        raise ValueError(
-            "the model takes either input_ids or inputs_embeds inside sequence_parallel, got "
-            + (", ".join(call_arguments) or "nothing")
-        )
+        got = ", ".join(call_arguments) or "nothing"
+        raise ValueError(f"the model takes either input_ids or inputs_embeds inside sequence_parallel, got {got}")
     name, dims = ("input_ids", 2) if "input_ids" in call_arguments else ("inputs_embeds", 3)
     x = call_arguments[name]
     if not isinstance(x, Tensor) or is_dtensor(x) or x.ndim != dims or not x.numel():
@@ -136,10 +137,10 @@ def _tokens(call_arguments: dict[str, Any]) -> Tensor:
     return x
 
 
-def _check_ids(model: PreTrainedModel, tokens: Tensor) -> None:
-    """Raise ValueError if ``tokens`` are ids and one is outside the vocabulary: only the rank that has it would fail."""
+def _check_ids(call: CallArguments) -> None:
+    """Raise ValueError if the tokens are ids and one is outside the vocabulary: only the rank that has it would fail."""
     try:
-        embedding = model.get_input_embeddings()
+        embedding, tokens = call.model.get_input_embeddings(), call.tokens
     except NotImplementedError:
         return
     more = hasattr(embedding, "num_additional_embeddings")  # Idefics has a second table for further ids
@@ -147,24 +148,29 @@ def _check_ids(model: PreTrainedModel, tokens: Tensor) -> None:
         check_ids([int(x) for x in tokens.aminmax()], embedding.num_embeddings, "input_ids hold")
 
 
-def _check(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[int, ...], cache: RingCache | None) -> None:
-    """Raise ValueError if arguments cannot be sharded, do not match ``shape`` [batch, length], or need an unsupported loss."""
-    name, length = type(model).__name__, shape[1]
-    if {"labels", "shift_labels"} & call_arguments.keys() and model.loss_function not in (*SHIFTED, *IN_PLACE):
+def _check(call: CallArguments) -> None:
+    """Raise ValueError if arguments cannot be sharded, do not match the tokens, or need an unsupported loss."""
+    model, (_, length), name, cached = call.model, call.shape, call.name, call.cache is not None
+    if cached:
+        _check_cached(call)
+        of_cache = cache_name(model), "use_cache", "logits_to_keep"
+        call = call._replace(by_name={argument: x for argument, x in call.by_name.items() if argument not in of_cache})
+    given = call.by_name
+    if {"labels", "shift_labels"} & given.keys() and model.loss_function not in (*SHIFTED, *IN_PLACE):
         raise ValueError(
             f"the loss of {name} is no sum over tokens that sequence_parallel knows: leave labels out, compute it from logits "
             f"(gather_logits=True gives all {length}); its gradient is then as many times one device's as there are ranks"
         )
-    check_call(model, call_arguments)
-    check_routers(model, call_arguments, cache is not None)
-    if "logits_to_keep" in call_arguments and call_arguments.get("use_cache") is False:
+    _check_fused_head(call)
+    check_routers(call)
+    if "logits_to_keep" in given and given.get("use_cache") is False:
         raise ValueError(
             f"{name} got use_cache=False and logits_to_keep inside sequence_parallel, as generate(use_cache=False) passes them, "
             "which would read the whole text again for every token. Call generate(..., use_cache=True), whose cache the ring "
             'shares; without a cache generate outside of sequence_parallel, after model.set_attn_implementation("sdpa"). In a '
             "call of your own leave logits_to_keep out"
         )
-    for argument, x in call_arguments.items():
+    for argument, x in given.items():
         empty = (isinstance(x, bool | int) and not x) and argument != "is_causal"
         if argument in REFUSED and not empty:
             raise ValueError(f"{name} got {argument} inside sequence_parallel: {REFUSED[argument]}")
@@ -174,43 +180,34 @@ def _check(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[
                 f"{name} got {argument} {shape_of(x)}, which sequence_parallel does not know how to split: it takes "
                 f"{', '.join((*SHARDED, *LENGTHS[:1]))}. Images and sound go in as inputs_embeds with position_ids"
             )
-    if cache is not None:
-        _check_cached(cache, call_arguments, shape)
-    for argument in ("attention_mask", "token_type_ids", *LABELS)[cache is not None :]:
-        x = call_arguments.get(argument)
-        if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) != shape):
+    for argument in ("attention_mask", "token_type_ids", *LABELS)[cached:]:
+        x = given.get(argument)
+        if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) != call.shape):
             raise ValueError(
-                f"{argument} must be {list(shape)}, [batch, length] of the whole sequence as input_ids is, got {shape_of(x)}: "
-                "sequence_parallel shards it, and shifts labels, itself; additive and 4-D masks are no padding"
+                f"{argument} must be {list(call.shape)}, [batch, length] of the whole sequence as input_ids is, got "
+                f"{shape_of(x)}: sequence_parallel shards it, and shifts labels, itself; additive and 4-D masks are no padding"
             )
-    check_visual(model, call_arguments, shape, cache is not None)
-    check_tree(model, call_arguments, shape, cache is not None)
-    _check_positions(model, call_arguments, shape)
-    check_documents(name, call_arguments, shape, cache is not None)
-    if "shift_labels" in call_arguments and not {"labels", "tree"} & call_arguments.keys():
+    check_visual(call)
+    check_tree(call)
+    check_positions(call)
+    check_documents(call)
+    if "shift_labels" in given and not {"labels", "tree"} & given.keys():
         raise ValueError("shift_labels came without labels: pass both, or labels alone, which are shifted here")
 
 
-def _check_positions(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[int, ...]) -> None:
-    """Raise ValueError if the model takes no position_ids, if required position_ids are missing, or if their shape is wrong."""
-    name, (batch, length), x = type(model).__name__, shape, call_arguments.get("position_ids")
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ValueError(
-            f"{name}.forward takes no position_ids, so each rank would count its shard from 0: it does not run over a ring"
-        )
-    if x is None:
-        if not own_positions(model):
-            raise ValueError(
-                f"{name} has no rotary embedding, and learned positions start and skip padding in ways of their own: pass "
-                f"position_ids [batch, {length}], whole, as it would make them"
-            )
+def _check_fused_head(call: CallArguments) -> None:
+    """Raise ValueError if a call with ``fused_lm_head=True``, for the head of trl, cannot run."""
+    if not call.by_name.get("fused_lm_head"):
         return
-    good = isinstance(x, Tensor) and x.ndim in (2, 3) and x.shape[-1] == length and x.shape[-2] in (1, batch)
-    if not good or (x.ndim == 3 and x.shape[0] not in (3, 4)):
+    who = f"{call.name} got fused_lm_head=True"
+    if "fused_lm_head" not in getattr(getattr(call.model.forward, "__code__", None), "co_varnames", ()):
         raise ValueError(
-            f"position_ids must be [1 or {batch}, {length}], or [3 or 4, {batch}, {length}] for Qwen-VL, of the whole sequence, "
-            f"got {shape_of(x)}: sequence_parallel shards them itself"
+            f"{who}, and has no head of trl: call trl's add_fused_lm_head(model), of trl.trainer.utils, before, or leave it out"
         )
+    if not {"labels", "shift_labels"} & call.by_name.keys():
+        raise ValueError(f"{who} without labels, whose log-probabilities it returns: pass them")
+    for name in {"label_weights", "ignore_index"} & call.by_name.keys():
+        raise ValueError(f"{who} and {name}, which trl's head does not take: leave it out")
 
 
 def _description(call_arguments: dict[str, Any]) -> dict[str, Any]:
@@ -233,13 +230,9 @@ def _content(call_arguments: dict[str, Any]) -> dict[str, str]:
 def _compare(exchanged: list[list[Any]]) -> None:
     """Raise ValueError if an argument differs between ranks. ``exchanged``: by rank [``_description``, ``_content``, seed]."""
     for part, what in ((0, "shape or value"), (1, "content")):
-        first = exchanged[0][part]
-        for rank, (*parts, _) in enumerate(exchanged):
-            other = parts[part]
-            name = next((name for name in {**first, **other} if first.get(name) != other.get(name)), None)
-            if name is None:
-                continue
-            values = f": {first.get(name)} on rank 0, {other.get(name)} on rank {rank}"
+        of_ranks = [parts[part] for parts in exchanged]
+        for rank, name in _differences(of_ranks):
+            values = f": {of_ranks[0].get(name)} on rank 0, {of_ranks[rank].get(name)} on rank {rank}"
             raise ValueError(
                 f"the ranks of this ring pass {name} of different {what} inside sequence_parallel"
                 f"{f' on ranks 0 and {rank}' if part else values}. Every rank must "
@@ -248,10 +241,10 @@ def _compare(exchanged: list[list[Any]]) -> None:
             )
 
 
-def _check_cached(cache: RingCache, call_arguments: dict[str, Any], shape: tuple[int, ...]) -> None:
-    """Raise ValueError if the arguments of a call of ``shape`` [batch, tokens] do not continue the cache."""
-    (batch, tokens), before = shape, cache.tokens
-    mask, keep = call_arguments.get("attention_mask"), call_arguments.get("logits_to_keep", 1)
+def _check_cached(call: CallArguments) -> None:
+    """Raise ValueError if the arguments of a call do not continue its cache."""
+    (batch, tokens), cache, given = call.shape, call.cache, call.by_name
+    before, mask, keep = cache.tokens, given.get("attention_mask"), given.get("logits_to_keep", 1)
     if cache.kv is not None and cache.kv.spec.batch != batch:
         raise ValueError(f"the cache has {cache.kv.spec.batch} rows, and this call {batch}: begin without it")
     if mask is not None:
@@ -272,9 +265,36 @@ def _check_cached(cache: RingCache, call_arguments: dict[str, Any], shape: tuple
                 )
     if not is_integer(keep):
         raise ValueError(f"logits_to_keep must be an int, the last tokens whose logits are wanted, got {in_words(keep)}")
-    types = call_arguments.get("token_type_ids")
+    types = given.get("token_type_ids")
     if isinstance(types, Tensor) and bool(types.any()):
         raise ValueError(
             "token_type_ids mark an image, whose tokens see one another, and a cache on a ring is of causal attention: "
             'generate outside of sequence_parallel, after model.set_attn_implementation("sdpa")'
         )
+
+
+def check_training_arguments(args: TrainingArguments) -> None:
+    """Raise ValueError if RingTraining does not support TrainingArguments, or if transformers is older than ``OLDEST``."""
+    if Version(transformers.__version__) < OLDEST:
+        raise ValueError(
+            f"RingTrainer needs transformers {OLDEST} or newer, whose Trainer counts the labels of a row that ranks share once, "
+            f"and this is {transformers.__version__}: update it, or call the model inside sequence_parallel in a loop of your own"
+        )
+    if dist.is_initialized() and dist.get_world_size() != args.world_size:
+        raise ValueError(
+            f"the process group has {dist.get_world_size()} ranks, and TrainingArguments knows of {args.world_size}: start with "
+            "torchrun, and without GPUs pass use_cpu=True"
+        )
+    rows, loss_type = args.accelerator_config, getattr(args, "loss_type", None)
+    is_set = {
+        "n_gpu": args.n_gpu > 1,
+        "average_tokens_across_devices": args.world_size > 1 and not args.average_tokens_across_devices,
+        "neftune_noise_alpha": args.neftune_noise_alpha is not None,
+        "train_sampling_strategy": args.train_sampling_strategy == "batch_rebalance",
+        "dispatch_batches": bool(rows.dispatch_batches),  # type: ignore[union-attr]
+        "loss_type": isinstance(loss_type, str) and loss_type != "nll",  # DPOTrainer's are a list
+    }
+    for name, why in REFUSED_IN_TRAINING.items():
+        value = getattr(args, name, None)
+        if is_set.get(name, bool(value)):
+            raise ValueError(f"a Trainer on a ring cannot honour {name}={True if value is None else value}: {why}")

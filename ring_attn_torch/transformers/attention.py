@@ -3,7 +3,10 @@
 ``ring_attention_forward`` calls ``ring_attention`` with one layer's q, k and v of this rank's tokens, and a mask from
 ``ring_mask``. Inside ``sequence_parallel`` each module of a model holds a copy of its config, and the copy is set to "ring"
 (``ring_configs``). Other models that share the config are not affected. Layers under activation checkpointing also save
-attention's (out, lse), so the backward does not run the ring's forward again (``Checkpointing``).
+attention's (out, lse), so the backward does not run the ring's forward again (``Checkpointing``). Rotary embeddings that depend
+on the sequence length get the largest position of all shards (``with_largest_position``). accelerate's hooks for context
+parallelism replace each layer's mask by is_causal=True, which would lose windows, documents and padding, so they are off
+(``AccelerateHooks``).
 """
 
 from __future__ import annotations
@@ -19,16 +22,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ring_attn_core import masks
-from ring_attn_core.runs import Band
 
 from ..call.prepare import under_autocast
 from ..call.signature import ring_attention
 from ..layers.offload import OffloadedTensors, offloaded
 from ..layers.recompute import Function, recomputed
-from ..ring.groups import group_name, group_of
+from ..ring.groups import ring_of
 from .cache import CachedCall
 from .masks import NAME, CallRing, LayerMask, NoWindow, check_alone, running
-from .models import hugging_face_model, text_config
+from .models import hugging_face_model
 
 IMPLEMENTATION = "_attn_implementation_internal"
 """The attribute in which a config stores the value of ``config._attn_implementation``."""
@@ -36,22 +38,13 @@ IMPLEMENTATION = "_attn_implementation_internal"
 CHECKPOINT = "_gradient_checkpointing_func"
 """The attribute in which transformers stores a layer's checkpoint function."""
 
+ACCELERATE_HOOK = "_attach_context_parallel_hooks.<locals>._self_attn_pre_forward_hook"
+"""The name of accelerate's hook function, which removes a layer's mask."""
+
 IGNORED = {
-    "cu_seq_lens_k",
-    "cu_seq_lens_q",
-    "deterministic",
-    "is_causal",
-    "max_length_k",
-    "max_length_q",
-    "num_items_in_batch",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "position_embeddings",
-    "position_ids",
-    "return_dict",
-    "token_type_ids",
-    "use_cache",
+    *("cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "is_causal", "max_length_k", "max_length_q", "num_items_in_batch"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids", "return_dict"),
+    *("token_type_ids", "use_cache"),
 }
 """Ignored arguments: the mask holds documents, positions and causality. But ``output_attentions=True`` is refused."""
 
@@ -142,12 +135,10 @@ def _without_mask(name: str, causes: bool, window: int | None, tokens: int) -> L
         check_alone()
     except ValueError as error:
         raise ValueError(f"{name} got no mask: {error}") from None
-    band: Band = masks.full()
     if window is not None and window < 1:
         raise _no_window(name, window)
-    if causes:
-        band = masks.causal() if window is None else masks.sliding_window(window - 1)
-    return LayerMask(CallRing(group_of(group_name(None)), "contiguous"), band, tokens)
+    band = masks.causal() if window is None else masks.sliding_window(window - 1)
+    return LayerMask(CallRing(ring_of(None), "contiguous"), band if causes else masks.full(), tokens)
 
 
 def _no_window(name: str, size: int) -> ValueError:
@@ -196,22 +187,20 @@ def ring_configs(model: nn.Module) -> Iterator[None]:
 
 def _copies(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, PreTrainedConfig]]:
     """Return (config, copy) for the text part's config, whose copy has attention "ring", and for each config that contains it."""
-    text = text_config(config)
+    text = config.get_text_config()
     pairs = [(text, copy.copy(text))]
     vars(pairs[0][1])[IMPLEMENTATION] = NAME
 
     def copied(outer: PreTrainedConfig) -> PreTrainedConfig | None:
         """Return the copy of ``outer`` if it contains the text part's config at any depth, or None."""
-        for original, mine in pairs:
-            if original is outer:
-                return mine
-        parts = {name: copied(x) for name, x in vars(outer).items() if isinstance(x, PreTrainedConfig)}
-        parts = {name: part for name, part in parts.items() if part is not None}
-        if not parts:
-            return None
-        mine = copy.copy(outer)
-        vars(mine).update(parts)
-        pairs.append((outer, mine))
+        mine = next((mine for original, mine in pairs if original is outer), None)
+        parts = (
+            {} if mine is not None else {name: copied(x) for name, x in vars(outer).items() if isinstance(x, PreTrainedConfig)}
+        )
+        if any(part is not None for part in parts.values()):
+            mine = copy.copy(outer)
+            vars(mine).update({name: part for name, part in parts.items() if part is not None})
+            pairs.append((outer, mine))
         return mine
 
     copied(config)
@@ -228,9 +217,8 @@ def _merge(config: PreTrainedConfig, now: dict[str, Any], before: dict[str, Any]
 
 
 class Checkpointing:
-    """The layers of a model that support checkpointing, and the checkpoint functions that ``keep_attention`` has replaced. With
-    ``offload=True`` each layer's input hidden states and attention's (out, lse) go to the host; shared inputs stay on the device.
-    """
+    """The layers of a model that support checkpointing, and the functions that ``keep_attention`` has replaced. With
+    ``offload=True`` a layer's input hidden states and (out, lse) go to the host, shared inputs stay on the device."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
@@ -250,7 +238,8 @@ class Checkpointing:
             function = layer.__dict__.get(CHECKPOINT, recomputed)
             if function not in self.ours:
                 self.before[layer] = function
-                setattr(layer, CHECKPOINT, self.ours[_offloads(function)])
+                offloads = getattr(function, "func", function) is not checkpoint  # but transformers' function that offloads
+                setattr(layer, CHECKPOINT, self.ours[offloads])
 
     def restore(self) -> None:
         """Give each layer the checkpoint function that it had before ``keep_attention``."""
@@ -259,6 +248,53 @@ class Checkpointing:
                 setattr(layer, CHECKPOINT, function)
 
 
-def _offloads(function: Any) -> bool:
-    """Return True if a layer's checkpoint function is not torch's own. It is then the function of transformers that offloads."""
-    return getattr(function, "func", function) is not checkpoint
+class AccelerateHooks:
+    """accelerate's hooks that replace the masks of a model's layers. ``removed``: (module, key, hook) of each removed hook."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.removed: list[tuple[nn.Module, int, Any]] = []
+
+    def remove(self) -> None:
+        """Remove the hooks. Run it before each call of the model, because an Accelerator may prepare the model at any time."""
+        for module in self.model.modules():
+            for key, hook in list(module._forward_pre_hooks.items()):
+                if getattr(hook, "__qualname__", "") == ACCELERATE_HOOK:
+                    self.removed.append((module, key, module._forward_pre_hooks.pop(key)))
+
+    def restore(self) -> None:
+        """Reinsert each removed hook at its old place, in front of the other forward pre-hooks of its module."""
+        for module, key, hook in self.removed:
+            hooks = module._forward_pre_hooks
+            hooks.update({key: hook} | {other: hooks.pop(other) for other in list(hooks)})
+        self.removed.clear()
+
+
+def rotary_by_length(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the rotary embeddings whose angles depend on the largest position of a call, which a shard may lack."""
+    kind: Any = lambda module: getattr(module, "rope_type", "")
+    kinds = lambda module: kind(module).values() if isinstance(kind(module), dict) else (kind(module),)
+    return [module for module in model.modules() if {"dynamic", "longrope"} & {*kinds(module)}]
+
+
+@contextmanager
+def with_largest_position(rotary: nn.Module) -> Iterator[None]:
+    """Pass the largest global position to a rotary embedding inside this ``with``, as one more token, removed afterwards."""
+
+    longest = lambda: None if (call := running()) is None else call.longest
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        last = longest()
+        if last is None:
+            return None
+        position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        more = torch.cat([position_ids, last.to(position_ids.dtype).expand(*position_ids.shape[:-1], 1)], -1)
+        return ((args[0], more, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"position_ids": more})
+
+    def after(_: nn.Module, args: tuple[Any, ...], angles: Any) -> Any:
+        if longest() is None:
+            return None
+        return angles[..., :-1, :] if isinstance(angles, Tensor) else tuple(x[..., :-1, :] for x in angles)
+
+    with rotary.register_forward_pre_hook(before, with_kwargs=True), rotary.register_forward_hook(after):
+        yield

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, masking_utils
 from transformers.cache_utils import Cache, DynamicCache
 
 from ring_attn_core.cache.spec import CacheSizes
+from ring_attn_core.data.settings import BALANCED
 from ring_attn_core.layouts import padded_local
 
 from ..data.layout import positions
@@ -28,9 +29,8 @@ from ..inference.forward import summed
 from ..inference.prefill import prefill
 from ..inference.step import DecodeStep
 from ..ring.groups import rank_in
-from .mask_functions import Pattern
-from .masks import CallRing, LayerMask, RunningCall
-from .models import check_cacheable, text_config
+from .masks import CallArguments, CallRing, LayerMask, Pattern, RunningCall
+from .models import check_cacheable
 
 PAGE = 256
 """The minimum number of tokens by which a rank's part of the cache grows."""
@@ -49,13 +49,6 @@ def cache_name(model: PreTrainedModel) -> str:
         if found := [name for name in NAMES if name in parameters]:
             return found[0]
     return NAMES[-1]
-
-
-def with_cache_renamed(model: PreTrainedModel, call_arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return ``call_arguments`` with the cache under the name that ``model`` uses. Raise ValueError if there are both names."""
-    if all(name in call_arguments for name in NAMES):
-        raise ValueError(f"the call has a cache and past_key_values, two names of one argument: pass {cache_name(model)} alone")
-    return {cache_name(model) if name in NAMES else name: x for name, x in call_arguments.items()}
 
 
 class RingCache(Cache):
@@ -218,26 +211,27 @@ class CachedCall(RunningCall):
         self.cache.tokens += self.tokens
 
 
-def cached_call(model: PreTrainedModel, cache: RingCache, call_arguments: dict[str, Any], tokens: Tensor) -> CachedCall:
-    """Return the CachedCall of checked arguments: a call on ``tokens`` (ids or embeddings), or on this rank's shard of them."""
-    (batch, count), ring, device = tokens.shape[:2], cache.ring, tokens.device
-    keep = max(1, int(call_arguments.get("logits_to_keep", 1)))
-    position_ids, mask = call_arguments.get("position_ids"), call_arguments.get("attention_mask")
+def cached_call(call: CallArguments) -> CachedCall:
+    """Return the CachedCall of checked arguments: a call on ``call.tokens``, or on this rank's shard of them."""
+    (batch, count), given, cache, tokens, device = call.shape, call.by_name, call.cache, call.tokens, call.tokens.device
+    keep = max(1, int(given.get("logits_to_keep", 1)))
+    position_ids, mask = given.get("position_ids"), given.get("attention_mask")
     if position_ids is None:
         position_ids = torch.arange(cache.tokens, cache.tokens + count, device=device)[None].expand(batch, -1)
     present = None if mask is None else mask[:, -count:].to(device).bool()
     if present is not None and bool(present.all()):
         present = None
     lengths = [count] * batch if present is None else present.sum(1).tolist()
-    kwargs = call_arguments | {cache_name(model): cache, "use_cache": True, "position_ids": position_ids}
+    kwargs = given | {cache_name(call.model): cache, "use_cache": True, "position_ids": position_ids}
     kwargs.pop("token_type_ids", None)
     local = longest = None
     if not cache.tokens or (count > FEW and keep == 1):
-        local, longest = padded_local(ring.layout, ring.ranks, count), position_ids.max()
-        own = positions(ring.layout, ring.ranks, count, rank_in(ring.group)).to(device).long()
+        layout, ranks = call.ring.layout, call.ring.ranks
+        local, longest = padded_local(layout, ranks, count), position_ids.max()
+        own = positions(layout, ranks, count, rank_in(call.ring.group)).to(device).long()
         padding = 0 if present is None else (~present).sum(1, keepdim=True)
         index = (own + padding).clamp(max=count - 1).expand(batch, -1)  # moves the padding from left to right
-        name = "input_ids" if "input_ids" in call_arguments else "inputs_embeds"
+        name = "input_ids" if "input_ids" in given else "inputs_embeds"
         kwargs[name] = tokens.gather(1, index if tokens.ndim == 2 else index[..., None].expand(-1, -1, tokens.shape[2]))
         whole = position_ids.to(device).expand(*position_ids.shape[:-2], batch, count)
         kwargs["position_ids"] = whole.gather(-1, index.expand(*whole.shape[:-1], local))
@@ -255,17 +249,22 @@ def last_tokens(hidden: Tensor, positions: Tensor, lengths: Tensor, keep: int) -
     return torch.where(here.any(1)[..., None], hidden[rows, here.int().argmax(1)], 0)
 
 
-def cache_of(model: PreTrainedModel, ring: CallRing, call_arguments: dict[str, Any]) -> RingCache | None:
-    """Return the cache of a call with arguments ``call_arguments``: new in the first call, None if the call uses no cache."""
-    name = cache_name(model)
-    kept = call_arguments.get(name)
-    if kept is None and not call_arguments.get("use_cache"):
+def cache_of(call: CallArguments) -> RingCache | None:
+    """Return the cache of a call: new in the first call, None if the call uses no cache."""
+    name = cache_name(call.model)
+    kept = call.by_name.get(name)
+    if kept is None and not call.by_name.get("use_cache"):
         return None
-    check_cacheable(model)
-    if "labels" in call_arguments:
+    check_cacheable(call.model)
+    if "labels" in call.by_name:
         raise ValueError(f"a call with labels keeps no cache: leave {name} and use_cache out")
+    if call.ring.layout == BALANCED:
+        raise ValueError(
+            'layout="balanced" assigns the documents of a batch to the ranks, and a cache shares one growing text: to generate, '
+            'enter with another layout, such as sequence_parallel(model, layout="zigzag")'
+        )
     if isinstance(kept, RingCache):
-        if kept.ring != ring:
+        if kept.ring != call.ring:
             raise ValueError(f"{name} is a cache of another ring or layout: begin without it")
         return kept
     plain = type(kept) is DynamicCache and not kept.offloading
@@ -275,4 +274,4 @@ def cache_of(model: PreTrainedModel, ring: CallRing, call_arguments: dict[str, A
             f"{name} is a {type(kept).__name__}, {what}, and a ring keeps a RingCache, which it makes itself: leave {name} and "
             f"cache_implementation out, or pass the {name} of what a call inside sequence_parallel returned"
         )
-    return RingCache(ring, text_config(model.config).num_hidden_layers)
+    return RingCache(call.ring, call.model.config.get_text_config().num_hidden_layers)

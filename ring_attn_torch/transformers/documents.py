@@ -1,15 +1,43 @@
-"""The documents of a call inside ``sequence_parallel``, from position_ids or cu_seq_lens_q, and the check that the two agree."""
+"""The packed documents and prefix trees in the rows of a call inside ``sequence_parallel``, and their balanced layout.
+
+Documents come from position_ids or cu_seq_lens_q, which must agree. In a call with ``tree=(parents, lengths)`` each row holds
+prefix trees, as ``pack_rollouts`` makes them: a token sees its ancestors in the tree, attention is causal, and the *key extent*
+of a key is the interval of the queries that may see it. ``position_ids`` count tokens along the path from the root.
+
+A layer's own window would count positions in the row, so it would count other branches too: after a prompt of 2 tokens and
+completions of 100 and 1, a window of 102 would hide token 0 from the last token. If a window is at least as long as the longest
+path, it hides no ancestor when counted along a path, so it is dropped. A shorter window is refused.
+"""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from ring_attn_core.data import trees
+from ring_attn_core.data.balanced_trees import balanced_tree_layout
+from ring_attn_core.data.settings import BALANCED
+from ring_attn_core.masks import causal, sliding_window
+from ring_attn_core.plan.balanced import layout_of_stretches
+from ring_attn_core.runs import Band
 from ring_attn_core.validation import in_words
 
 from ..data.extents import document_extents, integers
+from .masks import CallArguments, CallRing, Pattern
+from .models import own_positions
+
+REFUSED_WITH_TREE = {
+    "labels": "labels are shifted here, across segments: pass shift_labels=rollouts.labels, which pack_rollouts has shifted",
+    "attention_mask": "the tree says which tokens see each other, and padding follows its last segment: leave it out",
+    "position_ids": "the tree sets them, along the path from the root: leave them out",
+    "token_type_ids": "the tokens of an image see later ones, and those of a tree see their ancestors: leave them out",
+    "cu_seq_lens_q": "a row holds several documents as several trees, each with a parent of -1: leave it out",
+}
+"""Arguments that cannot be passed with a tree, each with the reason and the remedy."""
 
 
 class DocumentBounds(NamedTuple):
@@ -25,23 +53,47 @@ class DocumentBounds(NamedTuple):
     packed: bool = False
 
 
-def check_documents(name: str, call_arguments: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
-    """Raise ValueError if the arguments of a call of ``shape`` [batch, length] do not define its documents."""
-    batch, length = shape
-    if "seq_idx" in call_arguments and not {"position_ids", "cu_seq_lens_q"} & call_arguments.keys():
-        raise ValueError(f"{name} got seq_idx alone, which no attention reads: pass position_ids that begin again for a document")
-    if "cu_seq_lens_q" not in call_arguments:
-        if "cu_seq_lens_k" in call_arguments:
-            raise ValueError(f"{name} got cu_seq_lens_k without cu_seq_lens_q: pass both, or position_ids that begin again")
+def check_positions(call: CallArguments) -> None:
+    """Raise ValueError if the model takes no position_ids, if required position_ids are missing, or if their shape is wrong."""
+    (batch, length), x = call.shape, call.by_name.get("position_ids")
+    if "position_ids" not in inspect.signature(call.model.forward).parameters:
+        raise ValueError(
+            f"{call.name}.forward takes no position_ids, so each rank would count its shard from 0: it does not run over a ring"
+        )
+    if x is None:
+        if not own_positions(call.model):
+            raise ValueError(
+                f"{call.name} has no rotary embedding, and learned positions start and skip padding in ways of their own: pass "
+                f"position_ids [batch, {length}], whole, as it would make them"
+            )
+        return
+    good = isinstance(x, Tensor) and x.ndim in (2, 3) and x.shape[-1] == length and x.shape[-2] in (1, batch)
+    if not good or (x.ndim == 3 and x.shape[0] not in (3, 4)):
+        raise ValueError(
+            f"position_ids must be [1 or {batch}, {length}], or [3 or 4, {batch}, {length}] for Qwen-VL, of the whole sequence, "
+            f"got {shape_of(x)}: sequence_parallel shards them itself"
+        )
+
+
+def check_documents(call: CallArguments) -> None:
+    """Raise ValueError if the arguments of a call do not define its documents."""
+    (batch, length), given = call.shape, call.by_name
+    if "seq_idx" in given and not {"position_ids", "cu_seq_lens_q"} & given.keys():
+        raise ValueError(
+            f"{call.name} got seq_idx alone, which no attention reads: pass position_ids that begin again for a document"
+        )
+    if "cu_seq_lens_q" not in given:
+        if "cu_seq_lens_k" in given:
+            raise ValueError(f"{call.name} got cu_seq_lens_k without cu_seq_lens_q: pass both, or position_ids that begin again")
         return
     if batch != 1:
         raise ValueError(f"cu_seq_lens_q is for a batch of one row, got {batch}: pass position_ids that begin again")
-    if cached:
+    if call.cache is not None:
         raise ValueError("cu_seq_lens_q came with a cache, which keeps one growing text a row: leave one of the two out")
-    if not isinstance(call_arguments["cu_seq_lens_q"], Tensor):
-        raise ValueError(f"cu_seq_lens_q must be a tensor, got {in_words(call_arguments['cu_seq_lens_q'])}")
-    ends = integers("cu_seq_lens_q", call_arguments["cu_seq_lens_q"], "documents + 1")
-    of_keys = call_arguments.get("cu_seq_lens_k", ends)
+    if not isinstance(given["cu_seq_lens_q"], Tensor):
+        raise ValueError(f"cu_seq_lens_q must be a tensor, got {in_words(given['cu_seq_lens_q'])}")
+    ends = integers("cu_seq_lens_q", given["cu_seq_lens_q"], "documents + 1")
+    of_keys = given.get("cu_seq_lens_k", ends)
     if not isinstance(of_keys, Tensor) or of_keys.tolist() != ends.tolist():
         raise ValueError(
             f"cu_seq_lens_k must equal cu_seq_lens_q, since a token attends within its document: got {in_words(of_keys)} and "
@@ -49,7 +101,7 @@ def check_documents(name: str, call_arguments: dict[str, Any], shape: tuple[int,
         )
     if (end := max(ends.tolist(), default=0)) < length:
         raise ValueError(f"cu_seq_lens_q must end at the number of tokens, {length}, got {end}: count padding as a document")
-    position_ids, present = text_positions(call_arguments.get("position_ids"), batch), call_arguments.get("attention_mask")
+    position_ids, present = text_positions(given.get("position_ids"), batch), given.get("attention_mask")
     if position_ids is None:
         return
     position_ids, present = position_ids.cpu(), None if present is None else present.cpu().bool()
@@ -89,30 +141,128 @@ def documents_of(position_ids: Tensor | None, present: Tensor | None, cu_seqlens
     not increase between two tokens that are not padding. ``cu_seqlens`` int [documents + 1], 0 and then the ends, takes their
     place.
     """
+    within = lambda extents, key_mask, packed=True: DocumentBounds(extents, key_mask, extents[..., 0].long(), packed)
     if cu_seqlens is not None:
-        extents = document_extents(cu_seqlens=cu_seqlens, length=length)
-        return DocumentBounds(extents, present, extents[..., 0].long(), True)
-    if position_ids is None and present is None:
-        return DocumentBounds()
+        return within(document_extents(cu_seqlens=cu_seqlens, length=length), present)
     source = position_ids if position_ids is not None else present
-    assert source is not None
+    if source is None:
+        return DocumentBounds()
     starts = torch.zeros(source.shape, dtype=torch.bool, device=source.device)
     if position_ids is not None:
         starts[:, 1:] = _starts(position_ids, present)
     ids = starts.long().cumsum(1)
     packed = bool(starts.any())
     if present is None or bool(present.all()):
-        if not packed:
-            return DocumentBounds()
-        extents = document_extents(ids)
-        return DocumentBounds(extents, None, extents[..., 0].long(), True)
+        return within(document_extents(ids), None) if packed else DocumentBounds()
     last = torch.where(present, ids, -1).cummax(1).values  # the document of the last token that is not padding
     resumes = present[:, 1:] & ~present[:, :-1] & (last[:, :-1] == ids[:, 1:])
     if not bool(resumes.any()):
-        extents = document_extents(torch.where(present, ids, -1))
-        return DocumentBounds(extents, None, extents[..., 0].long(), packed)
-    left = present.long().argmax(1, keepdim=True).expand(present.shape)
-    if not packed:
-        return DocumentBounds(None, present, left, False)
-    extents = document_extents(ids)
-    return DocumentBounds(extents, present, extents[..., 0].long(), True)
+        return within(document_extents(torch.where(present, ids, -1)), None, packed)
+    if packed:
+        return within(document_extents(ids), present)
+    return DocumentBounds(None, present, present.long().argmax(1, keepdim=True).expand(present.shape), False)
+
+
+class RowTrees(NamedTuple):
+    """The prefix trees in the rows of a call."""
+
+    key_extents: Tensor
+    """int32 [batch, length, 2], the interval of the queries that may see each key; [0, 0) in padding."""
+    positions: Tensor
+    """int64 [batch, length], the position of each token on its path from the root."""
+    longest: int
+    """The number of tokens on the longest path."""
+
+    def band(self, pattern: Pattern) -> Band:
+        """Return ``causal()``, the band of a layer on a tree. Raise ValueError if its ``pattern`` may hide ancestors or show
+        later tokens."""
+        if pattern.band.lo != 0:
+            raise ValueError("tree goes with causal layers, and this model has layers that see later tokens: leave tree out")
+        if pattern.chunk:
+            raise ValueError(
+                f"this model has layers of chunks of {pattern.chunk} tokens, which count positions of the row, not of the path "
+                "from the root: leave tree out"
+            )
+        if pattern.band.hi is not None and pattern.band.hi + 1 < self.longest:
+            raise ValueError(
+                f"this model has layers with a window of {pattern.band.hi + 1} tokens, which counts positions of the row, and "
+                f"the longest path of the tree has {self.longest}: a window that long hides no ancestor; pass shorter rollouts, "
+                "or leave tree out"
+            )
+        return causal()
+
+
+def row_trees(call: CallArguments) -> RowTrees | None:
+    """Return the trees of ``tree``, a pair (parents, lengths), or None. Raise ValueError if they do not fit the tokens."""
+    if (tree := call.by_name.get("tree")) is None:
+        return None
+    key_extents, positions, _ = (torch.from_numpy(x).to(call.tokens.device) for x in trees.batch_of_trees(tree, *call.shape))
+    return RowTrees(key_extents, positions.long(), trees.longest_path(trees.trees_of(*tree)))
+
+
+def check_tree(call: CallArguments) -> None:
+    """Raise ValueError if ``tree`` or label_weights are invalid, or if ``tree`` contradicts the model or other arguments."""
+    _check_label_weights(call.by_name)
+    if "tree" not in call.by_name:
+        return
+    for argument, remedy in REFUSED_WITH_TREE.items():
+        if argument in call.by_name:
+            raise ValueError(f"{call.name} got {argument} beside tree inside sequence_parallel: {remedy}")
+    if call.cache is not None:
+        raise ValueError("tree is for training, and use_cache=True for text: serve prompts that share a prefix by KVCache.fork")
+    if not own_positions(call.model):
+        raise ValueError(
+            f"{call.name} has no rotary embedding, and tree sets position_ids for rotary embeddings alone: leave tree out"
+        )
+    trees.batch_of_trees(call.by_name["tree"], *call.shape)
+
+
+def _check_label_weights(call_arguments: dict[str, Any]) -> None:
+    """Raise ValueError if label_weights lack shift_labels or, without ``num_items_in_batch``, are negative or not finite."""
+    weights, labels = call_arguments.get("label_weights"), call_arguments.get("shift_labels")
+    if weights is None:
+        return
+    if labels is None:
+        raise ValueError("label_weights came without shift_labels, which they weigh: pass both, as pack_rollouts returns them")
+    counted = weights[labels.to(weights.device) != call_arguments.get("ignore_index", -100)]
+    if "num_items_in_batch" not in call_arguments and not bool(((counted >= 0) & counted.isfinite()).all()):
+        raise ValueError(
+            "label_weights hold a weight that is negative or not finite, and the loss is divided by their sum: pass "
+            "num_items_in_batch=1 for the weighted sum"
+        )
+
+
+def dealt(
+    ring: CallRing, model: PreTrainedModel, extents: Tensor | None, length: int, tree: tuple[Any, Any] | None = None
+) -> CallRing:
+    """Replace the layout "balanced" of ``ring`` by a batch's BalancedLayout. ``extents`` int [batch, length, 2]: each token's
+    document, empty for padding; None: each row is one. ``tree``: (parents, lengths) of prefix trees instead, or None."""
+    if ring.layout != BALANCED:
+        return ring
+    if tree is not None:
+        return ring._replace(layout=balanced_tree_layout(*tree, ring.ranks, length=length))
+    rows = [[(0, length)]]
+    if extents is not None:
+        first, end = extents.cpu().unbind(-1)
+        ids = torch.where(first < end, first, -1)
+        stretches = [torch.unique_consecutive(row, return_counts=True) for row in ids]
+        rows = [list(zip(of.tolist(), tokens.tolist(), strict=True)) for of, tokens in stretches]
+    return ring._replace(layout=layout_of_stretches(rows, length, ring.ranks, layer_masks(model.config.get_text_config())))
+
+
+def layer_masks(config: PreTrainedConfig) -> dict[Band, float]:
+    """Count the layers of each mask, causal with or without a window, as its weight in the work; 1.0 for a single mask."""
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if not window or window < 1:
+        return {causal(): 1.0}
+    kinds = kinds or ["sliding_attention"]
+    counts = {
+        causal(): len(kinds) - kinds.count("sliding_attention"),
+        sliding_window(window - 1): kinds.count("sliding_attention"),
+    }
+    return {mask: float(count) for mask, count in counts.items() if count}
+
+
+def shape_of(x: Any) -> list[int] | str:
+    """Return the shape of a tensor, or the type name of another value, for an error."""
+    return list(x.shape) if isinstance(x, Tensor) else type(x).__name__

@@ -1,13 +1,26 @@
-"""The loss over the labels of all ranks, computed from each rank's logits or, with ``loss_chunk``, its hidden states.
+"""The loss over the labels of all ranks, and the auxiliary loss of mixture-of-experts models over the tokens of all ranks.
 
-After each call with labels ``with_loss`` computes the loss from this rank's logits and labels (shifted and sharded by
-``shards.py``) and sums it over the ranks. The backward computes the gradients of this rank's tokens. With ``loss_chunk`` a
-``ChunkedHead`` makes the model's head return the sum of cross-entropies in place of logits. The sum is computed from hidden
-states, and logits of at most ``loss_chunk`` tokens exist at a time.
+After each call with labels ``with_loss`` sums the loss of this rank's logits and labels over the ranks. The backward computes
+the gradients of this rank's tokens. With ``loss_chunk`` a ``ChunkedHead`` makes the model's head return the sum of
+cross-entropies, computed from hidden states: logits of at most ``loss_chunk`` tokens exist at a time.
+
+The auxiliary loss balances the load of experts:
+
+    aux = E sum_e f_e p_e      E: the number of experts
+    f_e                        the number of tokens assigned to expert e, divided by the number of tokens
+    p_e                        the router's probability of expert e (the softmax of its logits), averaged over the tokens
+
+The means are over the tokens of all layers, without padding (Switch Transformer, arXiv:2101.03961, equations 4 to 6). aux is a
+product of means, so averaging the aux of each shard over the ranks would give another number. In calls without a cache the
+model's ``load_balancing_loss_func`` therefore returns the sums over this rank's tokens, and ``with_loss`` adds them over the
+ranks. f_e has no gradient. The gradient of p_e stays on the rank that holds the token.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,17 +34,26 @@ from transformers.utils.generic import ModelOutput
 from ring_attn_core.model.chunks import check_chunk
 
 from ..data.gather import gather
-from ..ring.groups import is_dtensor
+from ..ring.groups import Group, is_dtensor, ranks_of
 from ..training.cross_entropy import sum_of_hidden
 from ..training.gradients import means_of_rings
 from ..training.loss import labels_of, over_ranks
 from ..training.loss import loss as loss_of
+from .masks import CallArguments, running
 from .models import row_head_remedy
-from .routers import with_routers
 from .shards import GlobalBatch
 
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 """The fields of trl's output that have one number per token."""
+
+FUNCTION = "load_balancing_loss_func"
+"""The name of the function that computes the auxiliary loss, in the modules of transformers' models."""
+
+TAKEN: set[Any] = set()
+"""The replacements of ``load_balancing_loss_func`` that ``take_over`` has installed."""
+
+COEFFICIENTS = "router_aux_loss_coef", "aux_loss_coef"
+"""Names of the factor of the auxiliary loss, an attribute of a model or of its text part's config."""
 
 
 def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_logits: bool, factor: int) -> Any:
@@ -41,13 +63,17 @@ def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_lo
     name = next((name for name in ("logits", "last_hidden_state") if fields and name in fields), None)
     result = fields[name] if fields is not None and name else output if isinstance(output, Tensor) else output[0]
     if batch.summed_vocab is None and result.shape[:2] != (batch.batch, len(batch.index)):
-        what = f"the head of {type(model).__name__}, which returns {list(result.shape)},"
-        raise ValueError(f"{what} {row_head_remedy(model)}")
+        which = f"{type(model).__name__}, which returns {list(result.shape)},"
+        raise ValueError(f"the head of {which} {row_head_remedy(model)}")
     changed: dict[str, Tensor | None] = {}
     if batch.labels is not None:
         changed["loss"] = _loss(result, batch.labels, batch, factor)
     if fields is not None and fields.get("aux_loss") is not None:
-        changed |= with_routers(model, fields["aux_loss"], changed.get("loss"), batch.ring.group, factor)
+        if fields["aux_loss"].ndim != 1:
+            raise _unknown(model)
+        changed["aux_loss"] = aux = _scaled(over_all(fields["aux_loss"], batch.ring.group), factor)
+        if (loss := changed.get("loss")) is not None:
+            changed["loss"] = loss + coefficient(model) * aux.to(loss.device)
     if fields is not None and fields.get("pooler_output") is not None:
         changed["pooler_output"] = None  # it would be that of a shard's first token
     if batch.summed_vocab is not None:
@@ -67,8 +93,8 @@ def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Te
         tokens = labels_of(labels, ignored, 1, batch.label_weights, result.dtype)
         total = over_ranks(result.reshape(()), tokens, group, reduction, batch.summed_vocab)
     else:
-        weights: dict[str, Any] = {"label_weights": batch.label_weights}
-        total = loss_of(result, labels, **weights, reduction=reduction, group=group, ignore_index=ignored)
+        options: dict[str, Any] = {"label_weights": batch.label_weights, "group": group, "ignore_index": ignored}
+        total = loss_of(result, labels, reduction=reduction, **options)
     return _divided(total, batch, factor)
 
 
@@ -87,9 +113,14 @@ def _divided(total: Tensor, batch: GlobalBatch, factor: int) -> Tensor:
                 means_of_rings[model] = ranks
 
         total.register_hook(note)
-    if factor > 1 and total.requires_grad:
-        total.register_hook(lambda gradient: gradient * factor)
-    return total
+    return _scaled(total, factor)
+
+
+def _scaled(loss: Tensor, factor: int) -> Tensor:
+    """Make the backward multiply the gradient of ``loss`` by ``factor``, and return ``loss``."""
+    if factor > 1 and loss.requires_grad:
+        loss.register_hook(lambda gradient: gradient * factor)
+    return loss
 
 
 def with_log_probs(output: Any, batch: GlobalBatch, factor: int) -> Any:
@@ -157,11 +188,112 @@ class ChunkedHead:
 
         before = self.linear.__dict__.get("forward")
         self.linear.forward = forward  # type: ignore[method-assign]
-        handle = self.model.register_forward_hook(check, prepend=True)
         try:
-            yield
+            with self.model.register_forward_hook(check, prepend=True):
+                yield
         finally:
-            handle.remove()
             del self.linear.forward
             if before is not None:
                 self.linear.forward = before
+
+
+def take_over(model: PreTrainedModel) -> None:
+    """Make the model's ``load_balancing_loss_func`` return ``router_sums`` in calls on shards, or None in calls with a cache. The
+    function is replaced for the whole process, and only if it computes aux by the formula of this module."""
+    scope = _scope(model)
+    original = scope.get(FUNCTION)
+    if original is None or original in TAKEN or not _known(original):
+        return
+
+    @functools.wraps(original)
+    def load_balancing_loss(
+        gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Tensor | None = None
+    ) -> Tensor | None:
+        call: Any = running()
+        if call is None:
+            return original(gate_logits, num_experts, top_k, attention_mask)
+        return None if call.cached else router_sums(gate_logits, num_experts, top_k, call.present)
+
+    scope[FUNCTION] = load_balancing_loss
+    TAKEN.add(load_balancing_loss)
+
+
+def _scope(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the globals of the module in which the model's forward is written."""
+    return inspect.unwrap(type(model).forward).__globals__
+
+
+def _known(function: Any) -> bool:
+    """Return True if ``function`` computes aux by the module's formula, compared on random logits, with and without padding."""
+    generator = torch.Generator().manual_seed(0)
+    logits = tuple(4 * torch.randn(6, 5, generator=generator) for _ in range(3))
+    present = torch.tensor([[1, 1, 0], [1, 0, 1]])
+    aux = lambda counted: float(over_all(router_sums(logits, 5, 2, counted.bool()), None))
+    same = lambda mask, want: math.isclose(float(function(logits, 5, 2, mask)), want, rel_tol=1e-5)
+    try:
+        return same(None, aux(torch.ones_like(present))) and same(present, aux(present))
+    except Exception:  # any error of a function with other arguments
+        return False
+
+
+def router_sums(logits: tuple[Tensor, ...], experts: int, top_k: int, present: Tensor) -> Tensor:
+    """Return this rank's sums over tokens and layers, [2 experts + 1]: each expert's tokens, its probabilities, and all tokens,
+    each once per layer. ``logits``: [tokens, experts] of each layer. ``present``: bool [batch, local], False for padding."""
+    device, dtype = logits[0].device, torch.promote_types(logits[0].dtype, torch.float32)
+    counted = present.flatten().to(device)
+    assigned, probabilities = (torch.zeros(experts, dtype=kind, device=device) for kind in (torch.int64, dtype))
+    for of_layer in logits:
+        p = of_layer.to(device).softmax(-1)
+        chosen = p.detach().topk(top_k, -1).indices
+        assigned = assigned.scatter_add(0, chosen.flatten(), counted.repeat_interleave(top_k).long())
+        probabilities = probabilities + p.to(dtype).masked_fill(~counted[:, None], 0).sum(0)
+    return torch.cat([assigned.to(dtype), probabilities, (counted.sum() * len(logits)).to(dtype)[None]])
+
+
+def over_all(sums: Tensor, group: Group) -> Tensor:
+    """All-reduce the ranks' ``router_sums``. Return the auxiliary loss, a scalar, with the gradient of this rank's tokens."""
+    experts, total = len(sums) // 2, sums.detach().clone()
+    if ranks_of(group) > 1:
+        dist.all_reduce(total, group=group)
+    assigned, probabilities, tokens = total[:experts], total[experts:-1], total[-1]
+    aux = experts * (assigned / tokens * (sums[experts:-1] / tokens)).sum()
+    with torch.no_grad():
+        aux.copy_(experts * (assigned / tokens * (probabilities / tokens)).sum())
+    return aux
+
+
+def coefficient(model: PreTrainedModel) -> float:
+    """Return the factor of the auxiliary loss in the model's loss. Raise ValueError if the model has none."""
+    for holder in (model, model.config.get_text_config()):
+        for name in COEFFICIENTS:
+            if hasattr(holder, name):
+                return float(getattr(holder, name))
+    raise _unknown(model)
+
+
+def check_routers(call: CallArguments) -> None:
+    """Raise ValueError if a call requests the routers' auxiliary loss, and the loss cannot be computed. Calls with a cache have
+    no loss: a request in the call is refused, one in the config is not."""
+    model, config, asked = call.model, call.model.config, call.by_name.get("output_router_logits")
+    in_config = any(getattr(c, "output_router_logits", False) for c in (config, config.get_text_config()))
+    if not (in_config if asked is None else asked):
+        return
+    if _scope(model).get(FUNCTION) not in TAKEN:
+        raise _unknown(model)
+    coefficient(model)
+    refused = {
+        "a cache, whose call has no loss": call.cache is not None and asked,
+        "a tree, in which several rollouts share tokens that the auxiliary loss would count once": "tree" in call.by_name,
+        "fused_lm_head, whose output has no auxiliary loss": call.by_name.get("fused_lm_head"),
+        "return_dict=False, whose tuple has the auxiliary loss in the place of logits": call.by_name.get("return_dict") is False,
+    }
+    if why := next((why for why, is_set in refused.items() if is_set), None):
+        raise ValueError(f"{call.name} got output_router_logits=True together with {why}: leave one of them out")
+
+
+def _unknown(model: PreTrainedModel) -> ValueError:
+    """Return the error for a model without an auxiliary loss or its factor, or with a formula other than this module's."""
+    return ValueError(
+        f"{type(model).__name__} got output_router_logits=True, in its config or its call, and computes no auxiliary loss of "
+        f"routers that sequence_parallel knows: it knows that of transformers' {FUNCTION}. Set output_router_logits=False"
+    )

@@ -23,13 +23,13 @@ from torch._dynamo.eval_frame import OptimizedModule
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ring_attn_core.kernels.backends import BACKENDS, select
+from ring_attn_core.kernels import backends
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
 from ring_attn_core.releases import warn_if_untried
 
 from ..ring.groups import is_dtensor
-from .masks import running
+from .masks import CallRing, running
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 """The kinds of layers, by transformers' names, whose masks are bands or one interval of keys for each query."""
@@ -60,17 +60,11 @@ def hugging_face_model(model: nn.Module) -> PreTrainedModel:
     )
 
 
-def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of the model's text part, which runs over the ring."""
-    return config.get_text_config()
-
-
 def check_config(config: PreTrainedConfig, kind: Any = None) -> None:
     """Raise ValueError if ``config`` or the model's class ``kind`` (None: transformers') says that a ring cannot run it."""
     _check_stack(config)
-    name, text, kind = type(config).__name__, text_config(config), kind or MODEL_MAPPING.get(type(config), None)
-    kinds = [kind for kind in dict.fromkeys(getattr(text, "layer_types", None) or ()) if kind not in LAYER_TYPES]
-    if kinds:
+    name, text, kind = type(config).__name__, config.get_text_config(), kind or MODEL_MAPPING.get(type(config), None)
+    if kinds := [kind for kind in dict.fromkeys(getattr(text, "layer_types", None) or ()) if kind not in LAYER_TYPES]:
         raise ValueError(
             f"{type(text).__name__} has layers of kind {', '.join(kinds)}, which are not softmax attention over a band of keys: "
             f"a ring knows {', '.join(sorted(LAYER_TYPES))}"
@@ -78,8 +72,9 @@ def check_config(config: PreTrainedConfig, kind: Any = None) -> None:
     if getattr(text, "output_attentions", False) or getattr(config, "output_attentions", False):
         raise ValueError(f"{name}.output_attentions=True asks for weights of attention, which are never made: set it to False")
     if isinstance(kind, type) and not kind._can_set_attn_implementation():  # type: ignore[attr-defined]
-        why = "computes attention in its own code and asks no attn_implementation: it cannot run over a ring"
-        raise ValueError(f"{kind.__name__} {why}")
+        raise ValueError(
+            f"{kind.__name__} computes attention in its own code and asks no attn_implementation: it cannot run over a ring"
+        )
 
 
 def _check_stack(config: PreTrainedConfig) -> None:
@@ -119,11 +114,14 @@ def check_model(model: nn.Module) -> None:
         )
 
 
-def check_head(model: nn.Module) -> None:
-    """Raise ValueError if the model's head returns one result per row: a rank holds only a shard of the row."""
+def check_entry(model: nn.Module, ring: CallRing, device: str) -> None:
+    """Raise ValueError if a ring does not support the model or its head, or if ``ring.backend`` does not run on ``device``. A
+    head must not return one result per row, of which a rank holds only a shard."""
+    check_model(model)
     inside = hugging_face_model(model)
     if any(ROW_HEADS.search(kind.__name__) for kind in type(inside).__mro__):
         raise ValueError(f"the loss of {type(inside).__name__} is no sum over tokens, and its head {row_head_remedy(model)}")
+    check_device(ring.backend, device)
 
 
 def row_head_remedy(model: nn.Module) -> str:
@@ -148,14 +146,9 @@ def own_positions(model: PreTrainedModel) -> bool:
     return any("Rotary" in type(module).__name__ for module in model.modules())
 
 
-def uses_all_weights(model: PreTrainedModel) -> bool:
-    """Return True if the model's type is in ``DENSE``, so that each weight gets a gradient in every backward."""
-    return model.config.model_type in DENSE
-
-
 def check_cacheable(model: PreTrainedModel) -> None:
     """Raise ValueError if the model does not support a cache over a ring."""
-    name, text = type(model).__name__, text_config(model.config)
+    name, text = type(model).__name__, model.config.get_text_config()
     why = None
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
         why = "some of its layers see chunks, which a step of decoding does not know"
@@ -176,17 +169,15 @@ def device_of(model: nn.Module) -> str:
     return "cpu" if kinds == {"cpu"} else next(iter(kinds - {"cpu"}), "cpu")
 
 
-def check_backend(backend: str, device: str) -> None:
+def check_device(backend: str, device: str) -> None:
     """Raise ValueError if ``backend`` does not exist, or has no kernels for a CPU; the first attention checks the rest."""
-    check_backend_name(backend)
+    backends.check_backend(backend)
     if device != "cpu" or backend == "auto":
         return
     heads = (1, 1, 1, 64)
-    problem = Problem(
-        heads, heads, heads, ("bfloat16", "bfloat16", "bfloat16"), device, 1, Options(backend=backend), framework="torch"
-    )
+    problem = Problem(heads, heads, heads, ("bfloat16",) * 3, device, 1, Options(backend=backend), framework="torch")
     try:
-        select(problem, backend)
+        backends.select(problem, backend)
     except ValueError as error:
         raise ValueError(
             f'backend={backend!r} is for models on a GPU, and this one is on a CPU: move it first, with model.to("cuda"), or '
@@ -194,17 +185,10 @@ def check_backend(backend: str, device: str) -> None:
         ) from None
 
 
-def check_backend_name(backend: str) -> None:
-    """Raise ValueError if ``backend`` does not exist."""
-    names = ["auto", *(candidate.name for candidate in BACKENDS)]
-    if backend not in names:
-        raise ValueError(f"unknown backend {backend!r}: choose one of {', '.join(names)}")
-
-
 def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the decoder and encoder layers by name, none nested. In transformers they are GradientCheckpointingLayer modules, in
     models of others the elements of a ModuleList of ``num_hidden_layers``."""
-    depth = getattr(text_config(model.config), "num_hidden_layers", None)
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if any(name.startswith(f"{outer}.") for outer in found):
@@ -217,16 +201,13 @@ def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 class MixingLayers:
-    """Hooks on the layers of ``model``, unless compiled, for its first forward, and the names of layers that mix tokens without
-    the ring."""
+    """Hooks on the layers of ``model``, unless compiled, for its first forward: they find layers that mix tokens themselves."""
 
     def __init__(self, model: nn.Module, inside: PreTrainedModel) -> None:
-        self.inside = inside
+        self.inside, self.again = inside, False
         self.names: list[str] = []
         self.handles: list[Any] = []
-        self.again = False
-        compiled = [m for m in model.modules() if isinstance(m, OptimizedModule) or m._compiled_call_impl is not None]
-        if not compiled:
+        if not any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in model.modules()):
             for name, layer in layers_of(inside).items():
                 self._watch(name, layer)
 
@@ -285,3 +266,17 @@ class MixingLayers:
                 f"{type(self.inside).__name__} has layers that mix tokens and never call attn_implementation, {some}: each rank "
                 "would compute them within its shard, so the model does not run over a ring. Run it unsharded"
             )
+
+
+def check_launched() -> None:
+    """Raise ValueError if torchrun started processes without a process group: each process would train alone on all tokens."""
+    if dist.is_initialized() or not dist.is_torchelastic_launched():
+        return
+    from torch.distributed.elastic.utils.api import get_env_variable_or_raise
+
+    ranks = int(get_env_variable_or_raise("WORLD_SIZE"))
+    if ranks > 1:
+        raise ValueError(
+            f"torchrun has started {ranks} processes, and this one is connected with no other, so each would compute "
+            'the whole sequence by itself: call torch.distributed.init_process_group("nccl") first, on CPUs with "gloo"'
+        )

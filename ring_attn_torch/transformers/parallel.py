@@ -1,20 +1,19 @@
 """``sequence_parallel``: calls of a transformers model with global sequences, where each rank computes its shard.
 
-Entering registers hooks; leaving restores the model's attention, hooks, head and checkpointing. A call goes through four files:
+Entering registers hooks; leaving restores the model's attention, hooks, head and checkpointing. In a call ``ModelHooks.before``
+checks the global arguments (``arguments.py``) and takes this rank's tokens (``shards.py``, ``cache.py``). The model then runs on
+these, with the attention of ``attention.py``, and ``ModelHooks.after`` returns its output with the loss (``loss.py``).
 
-    hooks.py       ``ModelHooks.before`` takes the global arguments, and ``ModelHooks.after`` returns the output
-    shards.py      ``sharded`` checks the arguments and takes this rank's tokens; the model then runs on these
-    attention.py   ``ring_attention_forward`` computes each layer's attention over the ring, with a mask of masks.py
-    loss.py        ``with_loss`` computes the loss from this rank's logits and sums over the ranks
-
-``enable`` stores the ring of later ``sequence_parallel`` calls. A group or layout passed to such a call replaces the stored one.
+A model that is compiled inside the ``with``, or by ``model.compile()``, is traced with its hooks. So ``before`` and ``after``
+only find out if a call begins or ends. The compiler runs ``_begin`` and ``_end`` uncompiled, between its graphs. They look up the
+hooks of the present ``with``, because graphs of an earlier one are used again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,30 +22,31 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ring_attn_core.data.settings import BALANCED
+from ring_attn_core.kernels.backends import check_backend
+from ring_attn_core.layouts import named
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.strategies import Strategy
 
 from ..ring.agreement import same_error
-from ..ring.groups import group_name, group_of
+from ..ring.groups import ring_of
 from ..training.gradients import means_of_rings
-from .arguments import check_weights
-from .attention import ring_configs
-from .balanced import check_layout_name
-from .hooks import HOOKS, ModelHooks
-from .masks import NAME, CallRing
+from .arguments import check_weights, checked_arguments
+from .attention import AccelerateHooks, Checkpointing, ring_configs, rotary_by_length, with_largest_position
+from .cache import CachedCall, cached_call
+from .loss import ChunkedHead, take_over, with_log_probs, with_loss
+from .masks import NAME, CallRing, during, running
 from .models import (
     MixingLayers,
-    check_backend,
-    check_backend_name,
     check_config,
-    check_head,
+    check_device,
+    check_entry,
+    check_launched,
     check_model,
     device_of,
     hugging_face_model,
-    text_config,
 )
-from .routers import take_over
-from .shards import rotary_by_length, with_largest_position
+from .shards import GlobalBatch, global_batch
 
 T = TypeVar("T", nn.Module, PreTrainedConfig)
 
@@ -54,6 +54,8 @@ _rings: WeakKeyDictionary[PreTrainedModel, CallRing] = WeakKeyDictionary()  # se
 
 SETTINGS = "ring_attention"
 """The attribute of a config that holds a ring's settings, as a dict that JSON can store."""
+
+EAGER = "for fullgraph=True call torch.compile(model) before sequence_parallel, and pass its result to sequence_parallel"
 
 
 @contextmanager
@@ -112,8 +114,8 @@ def sequence_parallel(
     such as a head with one result per row; if a GPU backend is set for a model on a CPU; if torchrun started processes without a
     process group; if ranks differ in unsharded weights, ids or labels. A layer that mixes tokens without the ring raises later.
     """
-    ring = ring_of_model(hugging_face_model(model), group, layout, strategy)
-    _check_launched()
+    ring = ring_of_model(model, group, layout, strategy)
+    check_launched()
     device = device_of(model)
     with same_error(ring.group):
         check_entry(model, ring, device)
@@ -153,6 +155,85 @@ def on_shards(
         yield
 
 
+class ModelHooks:
+    """The hooks that run before and after each call of a model."""
+
+    def __init__(self, model: PreTrainedModel, ring: CallRing, gather_logits: bool, loss_chunk: int | None, factor: int) -> None:
+        self.model, self.ring, self.gather_logits, self.factor = model, ring, gather_logits, factor
+        self.head = None if loss_chunk is None else ChunkedHead(model, loss_chunk)
+        self.checkpointing, self.accelerate = Checkpointing(model), AccelerateHooks(model)
+        self.mixing: MixingLayers | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelHooks:
+        """Raise ValueError: the hooks of a copied model would act on the original."""
+        raise ValueError("a model cannot be copied inside sequence_parallel: copy it before you enter, or after you leave")
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Make calls return global logits inside this ``with``."""
+        before, self.gather_logits = self.gather_logits, True
+        try:
+            yield
+        finally:
+            self.gather_logits = before
+
+    def before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Return this rank's shards, or all tokens in some calls with a cache. Return None in a nested call: no change."""
+        outer = running()
+        if outer is not None and outer.model is self.model:
+            return None
+        return _begin(self.model, module is not self.model, args, kwargs)
+
+    def after(self, module: nn.Module, args: tuple[object, ...], output: Any) -> Any:
+        """End a call: return its output with the loss, and global logits if requested. ``output``: None if the call failed."""
+        call = running()
+        if call is None or call.model is not self.model or call.wrapped is (module is self.model):
+            return None
+        return _end(self.model, output)
+
+
+HOOKS: WeakKeyDictionary[nn.Module, ModelHooks] = WeakKeyDictionary()
+"""The hooks of each model that is inside ``sequence_parallel``."""
+
+
+@torch.compiler.disable(reason=EAGER)
+def _begin(model: PreTrainedModel, wrapped: bool, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+    if model not in HOOKS:
+        return None
+    hooks = HOOKS[model]
+    arguments = checked_arguments(model, hooks.ring, args, kwargs)
+    call = global_batch(arguments) if arguments.cache is None else cached_call(arguments)
+    call.model, call.wrapped = model, wrapped
+    hooks.checkpointing.keep_attention()
+    hooks.accelerate.remove()
+    call.scope.enter_context(during(call))
+    call.begin(model)
+    if hooks.head and isinstance(call, GlobalBatch) and call.labels is not None and not (call.fused or hooks.gather_logits):
+        call.scope.enter_context(hooks.head.summing(call, call.labels))
+    return (), call.kwargs
+
+
+@torch.compiler.disable(reason=EAGER)
+def _end(model: PreTrainedModel, output: Any) -> Any:
+    call, hooks = running(), HOOKS[model]
+    assert call is not None
+    call.scope.close()
+    if output is None:
+        return None
+    if hooks.mixing is not None:
+        hooks.mixing.end()
+    if isinstance(call, CachedCall):
+        return call.end()
+    assert isinstance(call, GlobalBatch)
+    fused = with_log_probs(output, call, hooks.factor) if call.fused else None
+    return fused or with_loss(model, output, call, hooks.gather_logits, hooks.factor)
+
+
+def hooks_of(model: nn.Module) -> ModelHooks:
+    """Return the call hooks of ``model``, which must be inside sequence_parallel."""
+    return HOOKS[hugging_face_model(model)]
+
+
 def enable(
     model_or_config: T,
     group: dist.ProcessGroup | DeviceMesh | None = None,
@@ -170,61 +251,47 @@ def enable(
     attention, convolutions), encoder-decoders, models with attention code of their own. Raise ValueError also if an option is
     unknown, or if a model's backend has no CPU kernels and the host has no GPU. The first call checks all other requirements.
     """
-    check_layout_name(layout)
+    _check_layout(layout)
     Options(strategy=strategy, backend=backend)
-    check_backend_name(backend)
+    check_backend(backend)
     if isinstance(model_or_config, PreTrainedConfig):
         check_config(model_or_config)
         if group is not None:
             raise ValueError("a config cannot keep group=...: pass it to enable(model, group) or sequence_parallel(model, group)")
-        text = text_config(model_or_config)
+        text = model_or_config.get_text_config()
         text._attn_implementation = NAME
         setattr(text, SETTINGS, {"layout": layout, "strategy": strategy, "backend": backend})
         return model_or_config
     check_model(model_or_config)
     if not torch.cuda.is_available():  # else the model may still go to a GPU
-        check_backend(backend, device_of(model_or_config))
+        check_device(backend, device_of(model_or_config))
     model = hugging_face_model(model_or_config)
-    _rings[model] = CallRing(group_of(group_name(group)), layout, strategy, backend)
-    text_config(model.config)._attn_implementation = NAME
+    _rings[model] = CallRing(ring_of(group), layout, strategy, backend)
+    model.config.get_text_config()._attn_implementation = NAME
     return model_or_config
 
 
 def ring_of_model(
-    model: PreTrainedModel,
+    model: nn.Module,
     group: dist.ProcessGroup | DeviceMesh | None,
     layout: str | None,
     strategy: Strategy | None,
 ) -> CallRing:
     """Return the ring of ``enable``, or a ring of the default group. Arguments that are not None replace its own."""
-    settings = getattr(text_config(model.config), SETTINGS, None) or {}
-    ring = _rings.get(model, CallRing(group_of(group_name(None)), **settings))
+    inside = hugging_face_model(model)
+    settings = getattr(inside.config.get_text_config(), SETTINGS, None) or {}
+    ring = _rings.get(inside, CallRing(ring_of(None), **settings))
     if group is not None:
-        ring = ring._replace(group=group_of(group_name(group)))
+        ring = ring._replace(group=ring_of(group))
     if layout is not None:
-        check_layout_name(layout)
+        _check_layout(layout)
         ring = ring._replace(layout=layout)
     if strategy is not None:
         ring = ring._replace(strategy=Options(strategy=strategy).strategy)
     return ring
 
 
-def check_entry(model: nn.Module, ring: CallRing, device: str) -> None:
-    """Raise ValueError if a ring does not support the model or its head, or if ``ring.backend`` does not run on ``device``."""
-    check_model(model)
-    check_head(model)
-    check_backend(ring.backend, device)
-
-
-def _check_launched() -> None:
-    """Raise ValueError if torchrun started processes without a process group: each process would train alone on all tokens."""
-    if dist.is_initialized() or not dist.is_torchelastic_launched():
-        return
-    from torch.distributed.elastic.utils.api import get_env_variable_or_raise
-
-    ranks = int(get_env_variable_or_raise("WORLD_SIZE"))
-    if ranks > 1:
-        raise ValueError(
-            f"torchrun has started {ranks} processes, and this one is connected with no other, so each would compute "
-            'the whole sequence by itself: call torch.distributed.init_process_group("nccl") first, on CPUs with "gloo"'
-        )
+def _check_layout(layout: str) -> None:
+    """Raise ValueError if ``layout`` is neither "balanced" nor the name of another layout."""
+    if layout != BALANCED:
+        named(layout)

@@ -1,10 +1,9 @@
 """The shards of a call: the conversion of global input_ids, labels, positions and images to this rank's tokens.
 
-``sharded`` checks the arguments (``arguments.py``) and shifts labels for the next token. Then it takes from each argument the
-tokens at this rank's positions in the layout. Padding repeats the last token; the labels of padding are ignore_index. The result
-is a ``GlobalBatch``: the shards, and the documents, padding and image blocks of the global sequences, from which ``ring_mask``
-makes masks. A call with a cache is a ``CachedCall`` (``cache.py``) instead. Rotary embeddings that depend on the sequence length
-get the largest position of all shards (``with_largest_position``).
+``global_batch`` shifts labels for the next token, then takes from each argument the tokens at this rank's positions in the
+layout. Padding repeats the last token; the labels of padding are ignore_index. The result is a ``GlobalBatch``: the shards, and
+the documents, padding and image blocks of the global sequences, from which ``ring_mask`` makes masks. Features of images that a
+model's first layers add to the hidden states are shards too.
 
 Positions count the tokens of the global sequence from 0, padding included. The argument ``position_ids`` is different: it
 restarts at each document of a packed row, and a model computes rotary angles from it.
@@ -13,84 +12,81 @@ restarts at each document of a packed row, and a model computes rotary angles fr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 
 from ring_attn_core.runs import Band
 
 from ..data.layout import positions
 from ..ring.groups import rank_in
-from .arguments import LENGTHS, SHARDED, SHIFTED, CheckedArguments, checked_arguments
-from .balanced import check_balanced, dealt
-from .cache import CachedCall, cached_call
-from .documents import DocumentBounds, documents_of, text_positions
-from .mask_functions import Pattern
-from .masks import CallRing, LayerMask, RunningCall, running
-from .trees import RowTrees, row_trees
-from .visual import VISUAL, reader_of
+from .documents import DocumentBounds, RowTrees, dealt, documents_of, row_trees, shape_of, text_positions
+from .masks import CallArguments, CallRing, LayerMask, Pattern, RunningCall
 
 IMAGE_BLOCKS = {"gemma3", "gemma3_text"}
 """Models, by config.model_type, whose token_type_ids of 1 mark an image's tokens, which also see the image's later tokens."""
 
+SHIFTED, IN_PLACE = (ForCausalLMLoss,), (ForMaskedLMLoss, ForTokenClassification)
+"""transformers' losses that are sums over tokens. SHIFTED: a token predicts the next token's label; IN_PLACE: its own label."""
 
-def sharded(model: PreTrainedModel, ring: CallRing, args: tuple[object, ...], kwargs: dict[str, Any]) -> GlobalBatch | CachedCall:
-    """Return a call's record, a ``GlobalBatch`` or, with a cache, a ``CachedCall``. Its ``kwargs`` hold this rank's part of the
-    arguments, or all tokens in some calls with a cache."""
-    checked = checked_arguments(model, ring, args, kwargs)
-    check_balanced(ring, checked)
-    if checked.cache is not None:
-        return cached_call(model, checked.cache, checked.by_name, checked.tokens)
-    return _global_batch(model, ring, checked)
+LABELS = ("labels", "shift_labels", "label_weights")
+SHARDED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", *LABELS, "tree")
+LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Arguments added by collators of packed documents.
+
+seq_idx is not read: it is for short convolutions, which a ring does not support.
+"""
+
+VISUAL = ("visual_pos_masks", "deepstack_visual_embeds")
+"""Arguments of Qwen3-VL and similar models: the mask of visual tokens, and the features that each of the first layers adds."""
+
+UNSPLIT = ("deepstack_features", "per_layer_inputs")
+"""Arguments with values per token that sequence_parallel does not split. A model with one of them cannot take inputs_embeds."""
 
 
-def _global_batch(model: PreTrainedModel, ring: CallRing, checked: CheckedArguments) -> GlobalBatch:
-    """Return the GlobalBatch of checked arguments, with this rank's shards."""
-    call_arguments, tokens, _, seed = checked
-    batch, length = tokens.shape[:2]
-    move = lambda name: call_arguments[name].to(tokens.device) if name in call_arguments else None
+def global_batch(call: CallArguments) -> GlobalBatch:
+    """Return the GlobalBatch of checked arguments. Its ``kwargs`` hold this rank's shards."""
+    given, tokens, (batch, length) = call.by_name, call.tokens, call.shape
+    move = lambda name: given[name].to(tokens.device) if name in given else None
     position_ids, present, types = move("position_ids"), move("attention_mask"), move("token_type_ids")
     present = None if present is None else present.bool()
-    text = text_positions(position_ids, batch)
-    documents = documents_of(text, present, move("cu_seq_lens_q"), length)
-    ring = dealt(ring, model, documents.extents, length, call_arguments.get("tree"))
-    tree = row_trees(call_arguments["tree"], (batch, length), tokens.device) if "tree" in call_arguments else None
+    documents = documents_of(text_positions(position_ids, batch), present, move("cu_seq_lens_q"), length)
+    ring = dealt(call.ring, call.model, documents.extents, length, given.get("tree"))
+    tree = row_trees(call)
     position_ids = position_ids if tree is None else tree.positions
     blocks = None
-    if types is not None and model.config.model_type in IMAGE_BLOCKS:
+    if types is not None and call.model.config.model_type in IMAGE_BLOCKS:
         blocks, types = ends_of_blocks(types == 1), None
     if position_ids is None:
         position_ids = torch.arange(length, device=tokens.device)[None].expand(batch, -1)
-    whole = GlobalBatch(ring, batch, length, documents, blocks, seed, tree, device=tokens.device, longest=position_ids.max())
-    kwargs: dict[str, Any] = {
-        "input_ids" if "input_ids" in call_arguments else "inputs_embeds": whole.shard(tokens),
+    whole = GlobalBatch(ring, batch, length, documents, blocks, call.seed, tree, device=tokens.device, longest=position_ids.max())
+    left_out = {*SHARDED, *LENGTHS, *VISUAL, "num_items_in_batch", "ignore_index", "use_cache"}
+    whole.kwargs = {name: x for name, x in given.items() if name not in left_out} | {
+        "input_ids" if "input_ids" in given else "inputs_embeds": whole.shard(tokens),
         "position_ids": whole.shard(position_ids, -1),
         "attention_mask": torch.ones(batch, len(whole.index), dtype=torch.bool, device=tokens.device),
     }
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        kwargs["use_cache"] = False
+    if "use_cache" in inspect.signature(call.model.forward).parameters:
+        whole.kwargs["use_cache"] = False
     if types is not None:
-        kwargs["token_type_ids"] = whole.shard(types)
-    if VISUAL[0] in call_arguments:
-        features, reader = _features(whole, call_arguments), reader_of(model, VISUAL)
-        if reader is model:
-            kwargs |= features
+        whole.kwargs["token_type_ids"] = whole.shard(types)
+    if VISUAL[0] in given:
+        features, reader = _features(whole, given), reader_of(call.model, VISUAL)
+        if reader is call.model:
+            whole.kwargs |= features
         elif reader is not None:
             whole.features = reader, features
-    left_out = {*SHARDED, *LENGTHS, *VISUAL, "num_items_in_batch", "ignore_index", "use_cache"}
-    whole.kwargs = {name: x for name, x in call_arguments.items() if name not in left_out} | kwargs
     ones = torch.ones(batch, length, dtype=torch.bool, device=tokens.device)
     whole.present = whole.filled(ones if present is None else present, 0)
-    if {"labels", "shift_labels"} & call_arguments.keys():
-        whole.ignore_index, whole.divisor = call_arguments.get("ignore_index", -100), call_arguments.get("num_items_in_batch")
-        labels = call_arguments["shift_labels" if "shift_labels" in call_arguments else "labels"].to(tokens.device)
-        whole.shifted = model.loss_function in SHIFTED and "shift_labels" not in call_arguments
+    if {"labels", "shift_labels"} & given.keys():
+        whole.ignore_index, whole.divisor = given.get("ignore_index", -100), given.get("num_items_in_batch")
+        whole.shifted = call.model.loss_function in SHIFTED and "shift_labels" not in given
+        labels = move("shift_labels" if "shift_labels" in given else "labels")
         if whole.shifted:
             labels = F.pad(labels[:, 1:], (0, 1), value=whole.ignore_index)
         if present is not None:  # what padding predicts depends on the attention: of a query without keys out is 0 here
@@ -98,18 +94,18 @@ def _global_batch(model: PreTrainedModel, ring: CallRing, checked: CheckedArgume
         whole.labels = whole.filled(labels, whole.ignore_index)
         weights = move("label_weights")
         whole.label_weights = None if weights is None else whole.filled(weights, 0)
-        if call_arguments.get("fused_lm_head"):
+        if given.get("fused_lm_head"):
             whole.fused, whole.kwargs["shift_labels"] = True, whole.labels
     return whole
 
 
-def _features(global_batch: GlobalBatch, call_arguments: dict[str, Any]) -> dict[str, Any]:
+def _features(whole: GlobalBatch, given: dict[str, Any]) -> dict[str, Any]:
     """Return this rank's visual_pos_masks [batch, local] and deepstack_visual_embeds, the features of its image tokens."""
-    mask = call_arguments[VISUAL[0]].to(global_batch.device).bool()
+    mask = given[VISUAL[0]].to(whole.device).bool()
     number = (mask.flatten().long().cumsum(0) - 1).view(mask.shape)
-    mine = global_batch.filled(mask, 0)
-    rows = global_batch.shard(number)[mine]
-    return {VISUAL[0]: mine, VISUAL[1]: [x.to(global_batch.device)[rows] for x in call_arguments[VISUAL[1]]] or None}
+    mine = whole.filled(mask, 0)
+    rows = whole.shard(number)[mine]
+    return {VISUAL[0]: mine, VISUAL[1]: [x.to(whole.device)[rows] for x in given[VISUAL[1]]] or None}
 
 
 @dataclass(eq=False)
@@ -131,7 +127,7 @@ class GlobalBatch(RunningCall):
     shifted: bool = False
     """True if labels were shifted here; False if the caller has shifted them, or if a token predicts its own label."""
     fused: bool = False
-    """True if trl's head (``trl.py``) returns log-probabilities in place of logits."""
+    """True if trl's head (``add_fused_lm_head``) returns log-probabilities in place of logits."""
     ignore_index: int = -100
     divisor: Any = None
     """num_items_in_batch, the divisor of the loss; None: the number of labels of all ranks, or the sum of their weights."""
@@ -164,7 +160,7 @@ class GlobalBatch(RunningCall):
         return self.shard(x).masked_fill(outside, value)
 
     def mask_of(self, pattern: Pattern) -> LayerMask:
-        """Return the mask of layers with ``pattern`` (mask_functions.py), inside the documents and blocks of this rank."""
+        """Return the mask of layers with ``pattern`` (masks.py), inside the documents and blocks of this rank."""
         if torch.compiler.is_compiling():
             return self._mask(pattern)  # a compiled graph of torch 2.11 cannot store a Band
         if pattern not in self.known:
@@ -205,37 +201,39 @@ def ends_of_blocks(member: Tensor) -> Tensor:
     return torch.where(member, ends, 0)
 
 
-def rotary_by_length(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the rotary embeddings whose angles depend on the largest position of a call, which a shard may lack."""
-    kind: Any = lambda module: getattr(module, "rope_type", "")
-    kinds = lambda module: kind(module).values() if isinstance(kind(module), dict) else (kind(module),)
-    return [module for module in model.modules() if {"dynamic", "longrope"} & {*kinds(module)}]
+def reader_of(model: PreTrainedModel, names: tuple[str, ...]) -> PreTrainedModel | None:
+    """Return the last (innermost) PreTrainedModel of ``model.modules()`` whose forward has an argument in ``names``, or None."""
+    reads = lambda module: not {*names}.isdisjoint(inspect.signature(module.forward).parameters)
+    found = [module for module in model.modules() if isinstance(module, PreTrainedModel) and reads(module)]
+    return found[-1] if found else None
 
 
-@contextmanager
-def with_largest_position(rotary: nn.Module) -> Iterator[None]:
-    """Pass the largest global position to a rotary embedding inside this ``with``, as one more token, removed afterwards."""
-
-    def longest() -> Tensor | None:
-        call = running()
-        return None if call is None else call.longest
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        last = longest()
-        if last is None:
-            return None
-        position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-        more = torch.cat([position_ids, last.to(position_ids.dtype).expand(*position_ids.shape[:-1], 1)], -1)
-        return ((args[0], more, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"position_ids": more})
-
-    def after(_: nn.Module, args: tuple[Any, ...], angles: Any) -> Any:
-        if longest() is None:
-            return None
-        return angles[..., :-1, :] if isinstance(angles, Tensor) else tuple(x[..., :-1, :] for x in angles)
-
-    handles = rotary.register_forward_pre_hook(before, with_kwargs=True), rotary.register_forward_hook(after)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def check_visual(call: CallArguments) -> None:
+    """Raise ValueError if image features, which layers add, are missing beside inputs_embeds, unsupported or misshapen."""
+    name, given, passed = call.name, call.by_name, [argument for argument in VISUAL if argument in call.by_name]
+    if "inputs_embeds" not in given and not passed:
+        return
+    if (other := reader_of(call.model, UNSPLIT)) is not None:
+        raise ValueError(
+            f"{name} adds more to its layers than inputs_embeds hold ({' or '.join(UNSPLIT)} of {type(other).__name__}), which "
+            "sequence_parallel does not split: pass input_ids, and run batches with images unsharded"
+        )
+    if reader_of(call.model, VISUAL) is None:
+        if passed:
+            raise ValueError(f"{name} takes no {passed[0]}: leave it out")
+        return
+    mask, features = (given.get(argument) for argument in VISUAL)
+    if "inputs_embeds" not in given or mask is None or features is None:
+        raise ValueError(
+            f"{name} adds features of images to the hidden states of its first layers, which inputs_embeds alone do not hold: "
+            "pass inputs_embeds, visual_pos_masks [batch, length], True for tokens of images, and deepstack_visual_embeds, a "
+            "list of [tokens of images, dim], together; for text alone an empty list and a mask of False"
+        )
+    if call.cache is not None:
+        raise ValueError(f"{name} got {VISUAL[0]} in a call with a cache, which knows text alone: leave use_cache out")
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != call.shape:
+        raise ValueError(f"{VISUAL[0]} must be {list(call.shape)}, [batch, length] of the whole sequence, got {shape_of(mask)}")
+    count, dim = int(mask.sum()), given["inputs_embeds"].shape[-1]
+    for i, x in enumerate(features):
+        if not isinstance(x, Tensor) or tuple(x.shape) != (count, dim):
+            raise ValueError(f"{VISUAL[1]}[{i}] must be {[count, dim]}, a row for each True of {VISUAL[0]}, got {shape_of(x)}")

@@ -1,12 +1,8 @@
-"""RingTrainer, a transformers Trainer that shards every row of a batch over the ranks of a ring.
-
-``RingTraining`` enters ``sequence_parallel`` for training and evaluation, gives all ranks of a ring the same rows, and counts
-rows and labels once per ring. It multiplies the gradient of the model's loss by the ring's number of ranks, because DDP and FSDP
-average gradients over the ranks.
+"""RingTrainer, a transformers Trainer that shards every row of a batch over the ranks of a ring. Trainers of trl can do so too.
 
 accelerate sees a device mesh in which the ranks of a ring are one axis, so it deals rows to rings, not to ranks. Context
-parallelism by accelerate itself would shard the rows again, so ``RingTraining`` switches it off. ``AccelerateHooks`` in masks.py
-removes the hooks of this context parallelism.
+parallelism by accelerate itself would shard the rows again, so ``RingTraining`` switches it off, and ``AccelerateHooks`` in
+attention.py removes its hooks.
 """
 
 from __future__ import annotations
@@ -24,14 +20,11 @@ from ring_attn_core.problem.strategies import Strategy
 from ring_attn_core.releases import warn_if_untried
 from ring_attn_core.validation import check_mixin_first
 
-from ..ring.groups import group_name, group_of
-from .arguments import check_weights
-from .hooks import hooks_of
+from ..ring.groups import ring_of
+from .arguments import check_training_arguments, check_weights
 from .masks import CallRing
-from .models import hugging_face_model, uses_all_weights
-from .parallel import check_entry, on_shards, ring_of_model
-from .trainer_checks import check_arguments, check_group, check_trainer
-from .trl import check_kind, is_sft, of_trl
+from .models import DENSE, check_entry, hugging_face_model
+from .parallel import HOOKS, on_shards, ring_of_model
 
 UNSUMMED = (
     "the first step was made with gradients that are not summed over all ranks, or other code changed a weight on one rank: let "
@@ -39,8 +32,16 @@ UNSUMMED = (
 )
 """The remedy of an error about weights that differ after the first step."""
 
+TRAINERS = ("SFTTrainer", "DPOTrainer")
+"""trl's Trainers that run on a ring. SFTTrainer computes the model's own loss there."""
+
 Base: Any = Trainer if TYPE_CHECKING else object
 """The base class of RingTraining: for type checkers the Trainer that it is combined with, else object."""
+
+
+def of_trl(kind: type) -> bool:
+    """Return True if a class is defined in trl."""
+    return kind.__module__.partition(".")[0] == "trl"
 
 
 class RingTraining(Base):
@@ -56,10 +57,10 @@ class RingTraining(Base):
     Datasets, samplers, workers, accumulation, clipping, logs, checkpoints and resuming are the Trainer's own. All ranks of a ring
     get the same rows, as many as the batch size per device. Losses, gradients and the gradient norm are those of a Trainer with
     one data parallel process in place of each ring: the loss is divided by the number of labels of all rings and all accumulated
-    batches. DDP and FSDP average gradients over the ranks. To compensate, the gradient of the model's own loss is
-    multiplied by the ring's number of ranks. A penalty that ``compute_loss`` adds to this loss is not multiplied, so it counts
-    once. On every rank, ``predict`` returns and ``compute_metrics`` gets global logits and labels in natural order. trl's
-    SFTTrainer trains with the model's plain loss, and omits its metrics of entropy and accuracy, because these need logits.
+    batches. DDP and FSDP average gradients over the ranks, so the gradient of the model's own loss is multiplied by the ring's
+    number of ranks. A penalty that ``compute_loss`` adds to this loss is not multiplied, so it counts once. On every rank,
+    ``predict`` returns and ``compute_metrics`` gets global logits and labels in natural order. trl's SFTTrainer trains with the
+    model's plain loss, and omits its metrics of entropy and accuracy, because these need logits.
 
     Raise ValueError, naming the argument, if an argument is not supported. Raise it also if ranks hold different weights of the
     reference model or of the evaluated model, or if the bases of a new class name a Trainer before RingTraining.
@@ -68,10 +69,7 @@ class RingTraining(Base):
     ring: CallRing
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise ValueError if a Trainer of transformers or trl precedes RingTraining among the bases of the class.
-
-        The methods of that Trainer would replace those of RingTraining, and run without the ring.
-        """
+        """Raise ValueError if a Trainer, whose methods would run without the ring, precedes RingTraining among the bases."""
         super().__init_subclass__(**kwargs)
         check_mixin_first(cls, RingTraining, lambda kind: kind is Trainer or of_trl(kind))
 
@@ -85,8 +83,7 @@ class RingTraining(Base):
         **kwargs: Any,
     ) -> None:
         self._ring_settings, self._loss_chunk = (group, layout, strategy), loss_chunk
-        self._scope: ExitStack | None = None
-        self._in_loss = False
+        self._inside = self._in_loss = False
         super().__init__(*args, **kwargs)
         check_trainer(self)
         self._tp_size = self.ring.ranks  # trl counts the tokens of a row on every rank, and divides the sum by this
@@ -100,16 +97,16 @@ class RingTraining(Base):
         """Check the arguments, choose the ring, and create an accelerator that gives all ranks of the ring the same rows."""
         warn_if_untried("accelerate", self.args.process_index == 0)
         check_kind(self)
-        check_arguments(self.args)
+        check_training_arguments(self.args)
         if self.args.accelerator_config.dispatch_batches is None:
             self.args.accelerator_config.dispatch_batches = False  # else one rank would read all rows and send other rows to each
-        if self.args.ddp_find_unused_parameters is None and uses_all_weights(hugging_face_model(self.model)):
+        if self.args.ddp_find_unused_parameters is None and hugging_face_model(self.model).config.model_type in DENSE:
             self.args.ddp_find_unused_parameters = False  # with True, DDP warns that all parameters are used
         super().create_accelerator_and_postprocess()
         accelerator, (group, layout, strategy) = self.accelerator, self._ring_settings
         config = accelerator.parallelism_config
         axis = accelerator.torch_device_mesh["cp"] if config is not None and config.cp_enabled else None
-        self.ring = ring_of_model(hugging_face_model(self.model), axis if group is None else group, layout, strategy)
+        self.ring = ring_of_model(self.model, axis if group is None else group, layout, strategy)
         check_group(self.ring, config)
         if axis is not None:
             accelerator._prepare_cp = lambda *prepared: prepared  # else it would add its own context parallelism
@@ -125,21 +122,17 @@ class RingTraining(Base):
 
     def _compare_ranks(self, model: nn.Module, prefix: str = "", **words: str) -> None:
         """Raise ValueError if unsharded weights differ between any ranks. ``prefix``, ``words``: for the error."""
-        check_weights(model, self.ring._replace(group=group_of(group_name(None))), prefix, "all ranks", **words)
+        check_weights(model, self.ring._replace(group=ring_of(None)), prefix, "all ranks", **words)
 
     @contextmanager
     def _on_the_ring(self) -> Iterator[None]:
         """Enter ``sequence_parallel`` for all models, unless it is entered already, as in an evaluation during training."""
-        if self._scope is not None:
+        with ExitStack() as scope:
+            for model in () if self._inside else self._models():
+                scope.enter_context(on_shards(model, self.ring, loss_chunk=self._loss_chunk, averaged=True))
+            scope.callback(setattr, self, "_inside", self._inside)
+            self._inside = True
             yield
-            return
-        with ExitStack() as self._scope:
-            try:
-                for model in self._models():
-                    self._scope.enter_context(on_shards(model, self.ring, loss_chunk=self._loss_chunk, averaged=True))
-                yield
-            finally:
-                self._scope = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's ``train`` inside ``sequence_parallel``."""
@@ -153,7 +146,7 @@ class RingTraining(Base):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's evaluation or prediction inside ``sequence_parallel``, and count each row once."""
-        if self._scope is None and not self.state.global_step:  # no DDP has copied rank 0's weights
+        if not self._inside and not self.state.global_step:  # no DDP has copied rank 0's weights
             self._compare_ranks(self.model)
         with self._on_the_ring():
             self.gather_function = self._gather_rows
@@ -184,28 +177,23 @@ class RingTraining(Base):
 
     def _next(self, name: str) -> Callable[..., Any]:
         """Return the first method ``name`` after RingTraining in the MRO. In place of SFTTrainer's method return Trainer's."""
-        order = type(self).__mro__
-        owner = next(kind for kind in order[order.index(RingTraining) + 1 :] if name in vars(kind))
-        return getattr(Trainer if is_sft(owner) else owner, name).__get__(self)
+        after = type(self).__mro__[type(self).__mro__.index(RingTraining) + 1 :]
+        owner = next(kind for kind in after if name in vars(kind))
+        return getattr(Trainer if of_trl(owner) and owner.__name__ == "SFTTrainer" else owner, name).__get__(self)
 
     def get_tp_size(self) -> int:
-        """Return the tensor parallel size, multiplied by the ring's number of ranks during ``compute_loss``.
-
-        The Trainer multiplies the loss by its number of processes divided by this size, and so counts a ring as one process.
-        """
-        size = super().get_tp_size()
-        return size * self.ring.ranks if self._in_loss else size
+        """Return the tensor parallel size, multiplied by the ring's number of ranks during ``compute_loss``. The Trainer
+        multiplies the loss by its number of processes divided by this size, and so counts a ring as one process."""
+        return super().get_tp_size() * (self.ring.ranks if self._in_loss else 1)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """Return the loss and, unless ``prediction_loss_only``, global logits and labels.
-
-        ``ignore_keys``: outputs to leave out. Default: the config's ``keys_to_ignore_at_inference``, aux_loss and router_logits.
-        """
+        """Return the loss and, unless ``prediction_loss_only``, global logits and labels. ``ignore_keys``: outputs to leave out.
+        Default: the config's ``keys_to_ignore_at_inference``, aux_loss and router_logits."""
         if ignore_keys is None:
             ignore_keys = [*getattr(self.model.config, "keys_to_ignore_at_inference", ()), "aux_loss", "router_logits"]
-        with nullcontext() if prediction_loss_only else hooks_of(self.model).gathering():
+        with nullcontext() if prediction_loss_only else HOOKS[hugging_face_model(self.model)].gathering():
             return self._next("prediction_step")(model, inputs, prediction_loss_only, ignore_keys)
 
     def _gather_rows(self, data: Any) -> Any:
@@ -253,3 +241,60 @@ class CompareFirstStep(TrainerCallback):
 
 class RingTrainer(RingTraining, Trainer):
     """A transformers Trainer that shards every row over the ranks of a ring: see :class:`RingTraining`."""
+
+
+def check_kind(trainer: Any) -> None:
+    """Raise ValueError if a Trainer extends one of trl with its own loss, such as GRPOTrainer, that is not in ``TRAINERS``."""
+    for kind in type(trainer).__mro__:
+        if of_trl(kind) and kind.__name__ not in TRAINERS and {"compute_loss", "_compute_loss"} & vars(kind).keys():
+            raise ValueError(
+                f"a Trainer on a ring cannot compute the loss of trl's {kind.__name__}: it runs {' and '.join(TRAINERS)}. For "
+                "another loss call the model inside sequence_parallel in a loop of your own, as examples/grpo_tree.py does. "
+                "examples/grpo_trl.py has a subclass of GRPOTrainer for a ring"
+            )
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raise ValueError if a Trainer has a compute_loss_func, a model_init, trl's auxiliary loss or FSDP version 1."""
+    for name, why in (
+        ("compute_loss_func", "it would get a shard of the logits and whole labels: leave it out"),
+        ("model_init", "pass the model, and make it with one seed on all ranks"),
+    ):
+        if getattr(trainer, name, None):
+            raise ValueError(f"a Trainer on a ring takes no {name}: {why}")
+    if getattr(trainer, "aux_loss_enabled", False):
+        raise ValueError(
+            f"a Trainer on a ring takes no auxiliary loss of trl, and router_aux_loss_coef is {trainer.router_aux_loss_coef}: "
+            f"trl weighs it in its own way. Pass router_aux_loss_coef=0.0 in {type(trainer.args).__name__} or in the model's "
+            "config, or use RingTrainer"
+        )
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version != 2:
+        raise ValueError('a Trainer on a ring takes FSDP of version 2, got version 1: write "version": 2 in fsdp_config')
+
+
+def check_group(ring: CallRing, config: Any) -> None:
+    """Raise ValueError if parallelism_config does not fit the ring, or if rings are not equal blocks of consecutive ranks."""
+    ranks = ring.ranks
+    if config is not None and (config.tp_size > 1 or config.sp_size > 1):
+        raise ValueError(
+            f"parallelism_config has tp_size={config.tp_size} and sp_size={config.sp_size}, and a Trainer on a ring knows "
+            "cp_size, dp_shard_size and dp_replicate_size: leave the others 1"
+        )
+    if config is not None and config.cp_size not in (1, ranks):
+        raise ValueError(
+            f"the ring has {ranks} ranks and parallelism_config says cp_size={config.cp_size}: leave group out, which makes the "
+            "cp axis the ring, or cp_size"
+        )
+    if config is not None and config.cp_size != ranks and config.total_size > 1:
+        raise ValueError(f"parallelism_config has no cp axis for the ring of {ranks} ranks: pass cp_size={ranks} in it")
+    if ring.group is None or ranks == 1:
+        return
+    members = dist.get_process_group_ranks(ring.group)
+    world = dist.get_world_size()
+    first = dist.get_rank() // ranks * ranks
+    if world % ranks or members != list(range(first, first + ranks)):
+        raise ValueError(
+            f"the ring of rank {dist.get_rank()} is ranks {members} of {world}: a Trainer's rings are of consecutive ranks, as "
+            f"{list(range(ranks))}, and equally large"
+        )
