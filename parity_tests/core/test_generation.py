@@ -29,10 +29,12 @@ def test_a_cache_has_slots_for_the_rank_that_holds_most_of_a_request():
     """The second chunk has 20 tokens in shards of 20: all of them are with the first rank."""
     prompt = [i % 64 for i in range(120)]
     asked = Generation.of(CONFIG, "float32", [prompt], 1, stop=(), chunk=100, cache_dtype=None)
-    assert asked.chunks() == [(0, [100]), (100, [20])]
+    assert asked.chunks() == [(0, [100], 100), (100, [20], 20)]
+    rounded = lambda tokens: -(-tokens // 40) * 40
+    assert asked.chunks(rounded) == [(0, [100], 120), (100, [20], 40)]
     assert asked.ids(100, 22) == [[*prompt[100:], 0, 0]]
-    assert asked.cache("contiguous", 2, [50, 20]) == {"capacity": 2 * 128, "window": None, "room": None}
-    assert asked.cache("contiguous", 2, [50, 10]) == {"capacity": 2 * 64, "window": None, "room": None}
+    assert asked.cache("contiguous", 2, rounded) == {"capacity": 2 * 128, "window": None, "room": None}
+    assert asked.cache("contiguous", 2) == {"capacity": 2 * 64, "window": None, "room": None}
 
 
 def test_ranks_that_mean_the_same_tell_each_other_the_same():

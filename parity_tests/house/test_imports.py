@@ -35,8 +35,9 @@ HOUSE = (
 
 ROOMS = (
     ("transformers", "diffusers", "torchtitan"),
-    ("inference", "training"),
+    ("training",),
     ("layers",),
+    ("inference",),
     ("variants",),
     ("functional",),
     ("sharded",),
@@ -48,9 +49,6 @@ ROOMS = (
     ("axes",),
 )
 """The same within each of the two packages; files and folders of one floor may use each other, as long as there is no circle."""
-
-UPWARD = "layers.transformer", "inference.generate"
-"""The one import that runs upward, inside ``RingTransformer.generate``."""
 
 JAX, TORCH = {"jax", "jaxlib", "flax", "optax"}, {"torch"}
 NOT_FOR = {CORE: JAX | TORCH, "ring_attn_jax": TORCH, "ring_attn_torch": JAX}
@@ -144,9 +142,7 @@ def modules_used(package: str) -> dict[str, set[str]]:
     names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files(package)}
     graph = {}
     for path, name in names.items():
-        upward = {f"{package}.{UPWARD[1]}"} if name == f"{package}.{UPWARD[0]}" else set()
-        used = {found.module for found in facts(path).imports if not (found.lazy and found.module in upward)}
-        graph[name] = used & set(names.values()) - {name}
+        graph[name] = {found.module for found in facts(path).imports} & set(names.values()) - {name}
         graph[name] = {used for used in graph[name] if not name.startswith(used + ".")}  # its own folder comes first anyway
     return graph
 
@@ -162,13 +158,6 @@ def test_the_rooms_of_a_package_look_only_downwards(package: str):
     room_of = lambda module: module.split(".")[1] if "." in module else ""
     pairs = {(room_of(a), room_of(b)) for a, used in modules_used(package).items() for b in used}
     assert [(a, b) for a, b in sorted(pairs) if a != b and a and b and level[a] > level[b]] == []
-
-
-@pytest.mark.parametrize("package", ["ring_attn_jax", "ring_attn_torch"])
-def test_layers_import_inference_once_and_inside_a_function(package: str):
-    used = [(path.stem, found) for path in files(f"{package}/layers") for found in facts(path).imports]
-    upward = [(stem, found.lazy) for stem, found in used if found.module.startswith(f"{package}.inference")]
-    assert upward == [("transformer", True)] * 2  # the module, and the function in it
 
 
 def test_the_core_needs_the_standard_library_only():

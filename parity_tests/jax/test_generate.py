@@ -98,12 +98,12 @@ def test_another_call_of_the_same_sizes_compiles_nothing_and_a_stop_id_ends_a_re
     with jax.enable_x64(True):
         model = model_of("features")
         placed = decode_loop.PlacedModel.of(model)
-        kinds = placed.compiled.step._cache_size()
+        kinds = placed.program(decode_loop.step)._cache_size()
         got = model.generate(
             PROMPTS, NEW - 1, stop=stop, on_token=lambda *x: came.append(x), progress=lambda now, total: done.append((now, total))
         )
         again = model.generate(PROMPTS, NEW - 2, stop=stop)
-        assert placed.compiled.step._cache_size() == kinds + 1  # for two stop ids instead of none
+        assert placed.program(decode_loop.step)._cache_size() == kinds + 1  # for two stop ids instead of none
     assert got == again
     for new, all_of_them in zip(got, free, strict=True):
         ends = [i for i, token in enumerate(all_of_them) if token in stop]
@@ -134,10 +134,12 @@ def test_a_request_with_all_its_tokens_is_left_out_and_other_numbers_compile_not
     with jax.enable_x64(True):
         model = model_of("features", ranks)
         check_numbers(model.generate)
-        compiled = decode_loop.PlacedModel.of(model).compiled
-        kinds = [program._cache_size() for program in compiled]
+        functions = decode_loop.first, decode_loop.step, decode_loop.Prefilled(None, fresh=True)
+        compiled = list(map(decode_loop.PlacedModel.of(model).program, functions))
+        kinds, made = [program._cache_size() for program in compiled], decode_loop.program_of.cache_info().misses
         got = model.generate(FULL, [2, 9, 5])
         assert [program._cache_size() for program in compiled] == kinds
+        assert decode_loop.program_of.cache_info().misses == made
     assert list(map(len, got)) == [2, 9, 5]
     for each, cached in zip((EACH, [2, 9, 5]), (loops[0], loops[-1]), strict=True):
         assert cached.cache.lengths.tolist() == [len(prompt) + new - 1 for prompt, new in zip(FULL, each, strict=True)]

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from ring_attn_cli.train.jax_mesh import AXES, weight_shardings
 from ring_attn_core.model.generation import Generation
 from ring_attn_jax import KVCache, RingTransformer, decode_step, from_numpy, prefill_prompts
-from ring_attn_jax.inference.decode_loop import DecodeLoop, PlacedModel
+from ring_attn_jax.inference.decode_loop import DecodeLoop, PlacedModel, Prefilled, step
 
 from ..support.generation import FIRST, PROMPTS, made, weights_of
 from ..support.selection import first
@@ -82,10 +82,10 @@ def test_a_rank_holds_its_shards_and_one_layer():
     }
     loop = DecodeLoop(placed, cache, Generation.of(model.config, "float32", [[1]], 2, **greedy))
     newest = placed.put((lengths, ends))
-    programs = placed.compiled
+    new = newest, loop._parameters, loop._ends
     for lowered in (
-        programs.prefill.lower(placed.weights, cache, placed.put(hidden), prompt, fresh=True, equal=4),
-        programs.step.lower(placed.weights, cache, newest, loop._parameters, loop._ends),
+        placed.program(Prefilled(4, fresh=True)).lower(placed.weights, cache, (placed.put(hidden), prompt)),
+        placed.program(step).lower(placed.weights, cache, new),
     ):
         memory = lowered.compile().memory_analysis()
         assert memory.argument_size_in_bytes < 0.6 * whole  # its half, vectors and the cache

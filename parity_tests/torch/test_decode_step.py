@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ring_attn_torch import KVCache, RingAttention, RingTransformer, RotaryEmbedding, decode_step, prefill_prompts
-from ring_attn_torch.inference import forward
-from ring_attn_torch.layers import projections, rotary
+from ring_attn_torch.layers import block, projections, rotary
 from ring_attn_torch.layers.rotary import Turns, turns_at
 
 from .models import Group
@@ -61,7 +60,7 @@ def test_layers_with_the_same_rotary_embedding_share_their_turns(monkeypatch):
         computed.append(embedding.rotary.base)
         return turns_at(positions, embedding, dtype)
 
-    for module in (forward, projections, rotary):
+    for module in (block, projections, rotary):
         monkeypatch.setattr(module, "turns_at", counted)
     cache = KVCache.make(model.config, 1, 8, dtype="float64")
     prompt, cache = prefill_prompts(model, ids[:, :6], cache)

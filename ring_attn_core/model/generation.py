@@ -43,18 +43,17 @@ class Generation:
     cache_dtype: str
 
     @classmethod
-    def of(cls, config: TransformerConfig, dtype: str, prompts: Any, new: Any, **options: Any) -> Generation:
-        """Check a call's arguments and return its record.
-        ``dtype``: the model's compute dtype. ``options``: the record's other fields."""
+    def of(
+        cls, config: TransformerConfig, dtype: str, prompts: Any, new: Any, stop: Any, chunk: Any, cache_dtype: Any, **draw: Any
+    ) -> Generation:
+        """Check a call's arguments and return its record. ``dtype``: the model's compute dtype. ``draw``: Sampling's fields."""
         windows_of(config)
         rows = _rows(prompts)
         for row, ids in enumerate(rows):
             if not ids:
                 raise ValueError(f"prompt {row} is empty: begin it with a token, such as the tokenizer's id for a beginning")
             check_ids(ids, config.vocab, f"prompt {row} holds")
-        most = _most(new, len(rows))
-        stop, chunk, kept = options.pop("stop"), options.pop("chunk"), options.pop("cache_dtype")
-        stop = _ids(stop)
+        most, stop = _most(new, len(rows)), _ids(stop)
         check_ids(stop, config.vocab, "stop holds")
         if chunk is not None and (not is_integer(chunk) or chunk < 1):
             raise ValueError(f"chunk must be an int of at least 1, tokens of a prompt in one prefill, got {in_words(chunk)}")
@@ -63,11 +62,11 @@ class Generation:
                 f"chunk={chunk} and ALiBi: what is cached lies in no order that ALiBi could count in, so prompts are prefilled "
                 "whole. Leave chunk out"
             )
-        if kept not in (None, dtype, FP8):
-            raise ValueError(f"cache_dtype must be one of {dtype}, {FP8}, or None for {dtype}, got {in_words(kept)}")
-        sampling = Sampling(**options)
+        if cache_dtype not in (None, dtype, FP8):
+            raise ValueError(f"cache_dtype must be one of {dtype}, {FP8}, or None for {dtype}, got {in_words(cache_dtype)}")
+        sampling = Sampling(**draw)
         sampling.check_requests(len(rows))
-        return cls(config, rows, most, sampling, stop, chunk if chunk is None else int(chunk), kept or dtype)
+        return cls(config, rows, most, sampling, stop, chunk if chunk is None else int(chunk), cache_dtype or dtype)
 
     @property
     def lengths(self) -> list[int]:
@@ -84,36 +83,35 @@ class Generation:
         """Return each request's maximum number of cached tokens: prompt and new tokens but the last, which is never cached."""
         return [length + new - 1 for length, new in zip(self.lengths, self.new, strict=True)]
 
-    def chunks(self) -> list[tuple[int, list[int]]]:
-        """Return (first position, number of tokens from each prompt) of each chunk. A prompt that ended earlier has 0 tokens."""
+    def chunks(self, padded: Callable[[int], int] = int) -> list[tuple[int, list[int], int]]:
+        """Return (first position, number of tokens from each prompt, ``padded`` size) of each chunk.
+        A prompt that ended earlier has 0 tokens. ``padded``: a function of the most tokens of a prompt, such as ``bucket``."""
         longest = max(self.lengths)
         size = min(self.chunk or longest, longest)
-        return [(start, [min(max(n - start, 0), size) for n in self.lengths]) for start in range(0, longest, size)]
+        counts = [(start, [min(max(n - start, 0), size) for n in self.lengths]) for start in range(0, longest, size)]
+        return [(start, lengths, padded(max(lengths))) for start, lengths in counts]
 
     def ids(self, start: int, tokens: int) -> list[list[int]]:
         """Return each prompt's token ids at positions ``start .. start + tokens - 1``, with zeros after the prompt's end."""
         rows = (list(ids[start : start + tokens]) for ids in self.prompts)
         return [row + [0] * (tokens - len(row)) for row in rows]
 
-    def cache(self, layout: str, ranks: int, shards: Sequence[int]) -> dict[str, Any]:
-        """Return ``capacity``, ``window`` and ``room`` of ``KVCache.make``.
-        ``shards``: tokens of a rank in each chunk. The cache has a window if every layer has one and it then needs fewer slots:
-        the widest window plus the largest chunk's tokens over all ranks. The slots of a rank are a multiple of ``SLOTS``."""
-        slots = max(self._slots(layout, ranks, shards, row) for row in range(len(self.prompts)))
+    def cache(self, layout: str, ranks: int, padded: Callable[[int], int] = int) -> dict[str, Any]:
+        """Return ``capacity``, ``window`` and ``room`` of ``KVCache.make``; ``padded``: as in :meth:`chunks`.
+        The cache has a window if every layer has one and it then needs fewer slots: the widest window plus the largest chunk's
+        tokens over all ranks. The slots of a rank are a multiple of ``SLOTS``."""
+        chunks = [(lengths, padded_local(layout, ranks, tokens)) for _, lengths, tokens in self.chunks(padded)]
+        slots = 0
+        for row, end in enumerate(self.ends):
+            shares = zip(*(held(layout, ranks, local, lengths[row]) for lengths, local in chunks), strict=True)
+            slots = max(slots, *map(sum, shares), -(-end // ranks))
         windows = windows_of(self.config)
         if None not in windows:
             window = max(1, *windows)  # type: ignore[type-var]  # none of them is None
-            room = max(shards) * ranks
+            room = max(local for _, local in chunks) * ranks
             if window + room < slots:
                 return {"capacity": _rounded(window + room), "window": window, "room": room}
         return {"capacity": _rounded(slots) * ranks, "window": None, "room": None}
-
-    def _slots(self, layout: str, ranks: int, shards: Sequence[int], row: int) -> int:
-        """Return the number of cache slots per rank for request ``row``: the largest number of its tokens that a rank holds."""
-        counts = [0] * ranks
-        for (_, lengths), local in zip(self.chunks(), shards, strict=True):
-            counts = [a + b for a, b in zip(counts, held(layout, ranks, local, lengths[row]), strict=True)]
-        return max(*counts, -(-self.ends[row] // ranks))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return a dict of JSON values, which must be equal on all ranks: a digest of the prompts, and each option by name."""
@@ -125,24 +123,37 @@ class Generation:
         return found | {"cache_dtype": self.cache_dtype} | sampling
 
 
-class Answers:
-    """The new tokens of each request so far; ``on_token(request, token)`` is called for each."""
+def answers(loop: Any, generation: Generation, on_token: OnToken | None) -> list[list[int]]:
+    """Run a package's decode loop. Return the new tokens of each request; ``on_token(request, token)`` is called for each.
+    ``loop``: ``read()`` returns a function that returns the newest tokens, ``step()`` draws the next, before the newest are read
+    if ``ahead``."""
+    stop, most = frozenset(generation.stop), max(generation.new)
+    tokens: list[list[int]] = [[] for _ in generation.prompts]
+    unfinished = set(range(len(tokens)))
+    for number in range(1, most + 1):
+        read, more = loop.read(), number < most
+        if more and loop.ahead:
+            loop.step()
+        newest = read()
+        for request in sorted(unfinished):
+            token = newest[request]
+            tokens[request].append(token)
+            if token in stop or len(tokens[request]) == generation.new[request]:
+                unfinished.remove(request)
+            if on_token is not None:
+                on_token(request, token)
+        if not unfinished:
+            break
+        if more and not loop.ahead:
+            loop.step()
+    return tokens
 
-    def __init__(self, generation: Generation, on_token: OnToken | None) -> None:
-        self._stop, self._new, self._on_token = frozenset(generation.stop), generation.new, on_token
-        self.tokens: list[list[int]] = [[] for _ in generation.prompts]
-        self._open = set(range(len(generation.prompts)))
 
-    def take(self, tokens: Sequence[int]) -> bool:
-        """Append the new token of each unfinished request, of one per request, and return True if all requests are finished."""
-        for request in sorted(self._open):
-            token = tokens[request]
-            self.tokens[request].append(token)
-            if token in self._stop or len(self.tokens[request]) == self._new[request]:
-                self._open.remove(request)
-            if self._on_token is not None:
-                self._on_token(request, token)
-        return not self._open
+def check_functions(**functions: Any) -> None:
+    """Raise ValueError, naming the argument, if a value is neither a function nor None."""
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise ValueError(f"{name} must be a function or None, got {type(function).__name__}")
 
 
 @lru_cache(maxsize=64)
@@ -171,11 +182,6 @@ def bucket(tokens: int) -> int:
     """Return ``tokens`` rounded up by at most 1/8: eight sizes to each power of two, so that few programs are compiled."""
     step = max(1, 2 ** (tokens.bit_length() - 4))
     return -(-tokens // step) * step
-
-
-def local_tokens(layout: str, ranks: int, lengths: Sequence[int]) -> int:
-    """Return the number of positions of a chunk on each rank, padding included. ``lengths``: the chunk's tokens per prompt."""
-    return padded_local(layout, ranks, max(lengths))
 
 
 def _rounded(slots: int) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,26 +16,23 @@ from ring_attn_core.model.generation import Generation
 
 from .cache import KVCache
 from .forward import decoded, last_hidden, logits_of
-from .rank_model import RankModel, Specs, specs_of
+from .rank_model import Decoder, OnRank, RankModel, program_of, specs_of
 from .sampling import drawn
 
-if TYPE_CHECKING:
-    from ..layers.transformer import RingTransformer
-
 Read = Callable[[], list[int]]
-SAME = PartitionSpec()
 
 
 class PlacedModel(NamedTuple):
-    """A model on a mesh: its compiled programs, and its weights, which are the programs' first argument."""
+    """A model on a mesh: its weights, and from ``nnx.split`` the model without arrays and the structure of its arrays."""
 
     mesh: Mesh
     axis_name: str
-    compiled: Programs
+    graph: Any
+    tree: Any
     weights: tuple[jax.Array, ...]
 
     @classmethod
-    def of(cls, model: RingTransformer) -> PlacedModel:
+    def of(cls, model: Decoder) -> PlacedModel:
         """Put a model's weights on its mesh. A model without a mesh becomes a ring of one rank on its device.
 
         Weights that are sharded over the mesh keep their sharding. All other weights are replicated.
@@ -48,13 +46,16 @@ class PlacedModel(NamedTuple):
             mesh = _alone(axis_name, next(iter(leaves[0].devices())))
         elif not isinstance(mesh, Mesh):
             raise ValueError("the model was made with an AbstractMesh, which has no devices: make it with a Mesh")
-        specs = specs_of(leaves)
-        weights = jax.device_put(tuple(leaves), tuple(NamedSharding(mesh, spec) for spec in specs))
-        return cls(mesh, axis_name, programs(graph, tree, mesh, specs), weights)
+        weights = jax.device_put(tuple(leaves), tuple(NamedSharding(mesh, spec) for spec in specs_of(leaves)))
+        return cls(mesh, axis_name, graph, tree, weights)
+
+    def program(self, function: OnRank) -> Any:
+        """Return the program ``program(weights, cache, new)`` of ``function``; a later ``generate`` of equal sizes reuses it."""
+        return program_of(function, self.graph, self.tree, self.mesh, specs_of(self.weights), donate=True)
 
     def put(self, x: Any) -> Any:
         """Replicate the arrays of a pytree on all devices of the mesh."""
-        return jax.device_put(x, NamedSharding(self.mesh, SAME))
+        return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))
 
 
 @lru_cache(maxsize=64)
@@ -62,68 +63,36 @@ def _alone(axis_name: str, device: Any) -> Mesh:
     return jax.make_mesh((1,), (axis_name,), axis_types=(AxisType.Auto,), devices=[device])
 
 
-class Programs(NamedTuple):
-    """The jitted programs of a model.
+@dataclass(frozen=True)
+class Prefilled:
+    """The prefill of a chunk. ``equal``: the tokens of every prompt if equal, else None. ``fresh``: the cache is empty."""
 
-        prefill(weights, cache, hidden, chunk, fresh=, equal=) -> (hidden, cache)
-        first(weights, cache, hidden, parameters, ends) -> newest
-        step(weights, cache, newest, parameters, ends) -> (newest, cache)
+    equal: int | None
+    fresh: bool
 
-    ``chunk``: (ids, lengths, mask of the prompts that end in it); their rows of ``hidden`` [requests, dim] become the last
-    block's outputs. ``equal``: the tokens of every prompt if equal, else None. ``newest``: (tokens, finished). ``ends``: (stop
-    ids, cached tokens at which each request ends).
-    """
+    def __call__(self, model: RankModel, cache: KVCache, new: Any) -> Any:
+        """Return ``hidden`` [requests, dim] with the last block's outputs for the prompts that end in the chunk, and the cache.
 
-    prefill: Callable[..., Any]
-    first: Callable[..., Any]
-    step: Callable[..., Any]
+        ``new``: (hidden, (ids, lengths, mask of the prompts that end)).
+        """
+        hidden, (ids, lengths, ends) = new
+        last, cache = last_hidden(model, cache, ids, lengths if self.equal is None else self.equal, self.fresh, ids.shape[1])
+        return jnp.where(ends[:, None], last, hidden), cache
 
 
-@lru_cache(maxsize=16)
-def programs(graph: Any, tree: Any, mesh: Mesh, specs: Specs) -> Programs:
-    """Build the jitted programs of a model; another ``generate`` with the same sizes compiles nothing.
+def first(model: RankModel, cache: KVCache, new: Any) -> Any:
+    """Return the first new tokens and which requests are finished, and the cache. ``new``: (hidden, parameters, ends)."""
+    hidden, parameters, ends = new
+    tokens = _drawn(logits_of(model, hidden), cache, parameters)
+    return (tokens, _ended(tokens, cache, ends)), cache
 
-    ``graph``: the model without its arrays, from ``nnx.split``. ``tree``: the pytree structure whose leaves are the weights.
-    """
 
-    def model_of(weights: Sequence[jax.Array]) -> RankModel:
-        return RankModel.of(graph, tree, weights, specs)
-
-    def mapped(on_rank: Callable[..., Any], cache: KVCache) -> Callable[..., Any]:
-        """Apply ``jax.shard_map`` to ``on_rank(weights, cache, inputs)`` -> (result, cache); inputs and result are replicated."""
-        return jax.shard_map(on_rank, mesh=mesh, in_specs=(specs, cache.specs, SAME), out_specs=(SAME, cache.specs))
-
-    @partial(jax.jit, static_argnames=("fresh", "equal"), donate_argnames="cache")
-    def prefill(weights: Any, cache: KVCache, hidden: Any, chunk: Any, *, fresh: bool, equal: int | None) -> Any:
-        """Prefill a chunk (ids, lengths, mask of the prompts that it completes). Return (hidden, cache). See ``Programs``."""
-
-        def on_rank(weights: Any, cache: KVCache, inputs: Any) -> Any:
-            hidden, (ids, lengths, ends) = inputs
-            last, cache = last_hidden(model_of(weights), cache, ids, lengths if equal is None else equal, fresh, ids.shape[1])
-            return jnp.where(ends[:, None], last, hidden), cache
-
-        return mapped(on_rank, cache)(weights, cache, (hidden, chunk))
-
-    @jax.jit
-    def first(weights: Any, cache: KVCache, hidden: jax.Array, parameters: Any, ends: Any) -> Any:
-        def on_rank(weights: Any, cache: KVCache, inputs: Any) -> Any:
-            hidden, parameters, ends = inputs
-            new = _drawn(logits_of(model_of(weights), hidden), cache, parameters)
-            return (new, _ended(new, cache, ends)), cache
-
-        return mapped(on_rank, cache)(weights, cache, (hidden, parameters, ends))[0]
-
-    @partial(jax.jit, donate_argnames="cache")
-    def step(weights: Any, cache: KVCache, newest: Any, parameters: Any, ends: Any) -> Any:
-        def on_rank(weights: Any, cache: KVCache, inputs: Any) -> Any:
-            (tokens, finished), parameters, ends = inputs
-            logits, cache = decoded(model_of(weights), cache, (tokens[:, None], ~finished[:, None]))
-            new = _drawn(logits[:, 0], cache, parameters)
-            return (new, finished | _ended(new, cache, ends)), cache
-
-        return mapped(on_rank, cache)(weights, cache, (newest, parameters, ends))
-
-    return Programs(prefill, first, step)
+def step(model: RankModel, cache: KVCache, new: Any) -> Any:
+    """Return the next (tokens, finished) and the cache. ``new``: ((tokens, finished), parameters, ends)."""
+    (tokens, finished), parameters, ends = new
+    logits, cache = decoded(model, cache, (tokens[:, None], ~finished[:, None]))
+    tokens = _drawn(logits[:, 0], cache, parameters)
+    return (tokens, finished | _ended(tokens, cache, ends)), cache
 
 
 def _drawn(logits: jax.Array, cache: KVCache, parameters: Any) -> jax.Array:
@@ -143,7 +112,8 @@ class DecodeLoop:
     """
 
     def __init__(self, placed: PlacedModel, cache: KVCache, generation: Generation) -> None:
-        self._placed, self.cache = placed, cache
+        self._weights, self.cache = placed.weights, cache
+        self._first, self._step = placed.program(first), placed.program(step)
         parameters = generation.sampling.parameters
         number = lambda x: None if x is None else np.asarray(x, jnp.result_type(type(x[0] if isinstance(x, list) else x)))
         parameters = parameters._replace(
@@ -159,12 +129,14 @@ class DecodeLoop:
 
     def begin(self, hidden: jax.Array) -> None:
         """Draw the first new tokens from the prompts' last hidden states [requests, dim]."""
-        self.newest = self._placed.compiled.first(self._placed.weights, self.cache, hidden, self._parameters, self._ends)
+        self._run(self._first, hidden)
 
     def step(self) -> None:
         """Append the newest token of each unfinished request to the cache, and draw each request's next token."""
-        inputs = self._placed.weights, self.cache, self.newest, self._parameters, self._ends
-        self.newest, self.cache = self._placed.compiled.step(*inputs)
+        self._run(self._step, self.newest)
+
+    def _run(self, program: Any, new: Any) -> None:
+        self.newest, self.cache = program(self._weights, self.cache, (new, self._parameters, self._ends))
 
     def read(self) -> Read:
         """Start the copy of the newest tokens to the host. Return a function that waits for the copy and returns the tokens."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
 
 from ring_attn_core.cache import checks
 from ring_attn_core.layouts import padded_local
@@ -25,24 +24,19 @@ from ..data.layout import to_layout
 from .cache import KVCache, chunk_step
 from .decode import tree_attention_decode
 from .prefill import prefill
-from .rank_model import RankModel, Specs, is_on, specs_of
+from .rank_model import Decoder, OnRank, RankModel, is_on, program_of, specs_of
 from .requests import Lengths
 from .step import DecodeStep
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
-    from ..layers.attention import RingAttention
-    from ..layers.transformer import RingTransformer
-
-Attend = Callable[["RingAttention", int, jax.Array, jax.Array, jax.Array], jax.Array]
+Attend = Callable[[Any, int, jax.Array, jax.Array, jax.Array], jax.Array]
 """A function ``attend(attention, layer, q, k, v)`` that returns the output of a layer's attention; ``layer`` is its index."""
-OnRank = Callable[[RankModel, KVCache, Any], tuple[jax.Array, KVCache]]
-"""A function ``on_rank(model, cache, new)`` that returns logits and the cache; ``new``: a tuple of arguments."""
 
 
 def decode_step(
-    model: RingTransformer,
+    model: Decoder,
     ids: Int[Array, "batch tokens"],
     cache: KVCache,
     *,
@@ -68,7 +62,7 @@ def decode_step(
 
 
 def prefill_prompts(
-    model: RingTransformer,
+    model: Decoder,
     ids: Int[Array, "batch tokens"],
     cache: KVCache,
     lengths: Lengths | None = None,
@@ -100,7 +94,7 @@ def prefill_prompts(
     return _on_ring(_Prompted(equal, longest, bool(fresh)), model, cache, (ids, of_each))
 
 
-def _on_ring(function: OnRank, model: RingTransformer, cache: KVCache, new: tuple[Any, ...]) -> Any:
+def _on_ring(function: OnRank, model: Decoder, cache: KVCache, new: tuple[Any, ...]) -> Any:
     """Call ``function(rank_model, cache, new)`` in a new shard_map if the model has a mesh, else in the caller's shard_map.
 
     Outside of jit, equal functions of equal models compile once; inside, each is traced, because the model may have changed.
@@ -112,7 +106,7 @@ def _on_ring(function: OnRank, model: RingTransformer, cache: KVCache, new: tupl
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
     kept = _is_hashable(graph) and not isinstance(jnp.zeros(()), Tracer)
-    make = _over_mesh if kept else _over_mesh.__wrapped__
+    make = program_of if kept else program_of.__wrapped__
     return make(function, graph, tree, model.ring.mesh, specs_of(leaves))(tuple(leaves), cache, new)
 
 
@@ -124,28 +118,12 @@ def _is_hashable(x: Any) -> bool:
     return True
 
 
-@lru_cache(maxsize=16)
-def _over_mesh(function: OnRank, graph: Any, tree: Any, mesh: Any, of_weights: Specs) -> Callable[..., Any]:
-    """Return the jitted program of :func:`_on_ring`, ``program(weights, cache, new)``."""
-    same = PartitionSpec()
-
-    def inside(weights: Any, cache: KVCache, new: tuple[Any, ...]) -> Any:
-        return function(RankModel.of(graph, tree, weights, of_weights), cache, new)
-
-    @jax.jit
-    def program(weights: Any, cache: KVCache, new: tuple[Any, ...]) -> Any:
-        specs = of_weights, cache.specs, same
-        return jax.shard_map(inside, mesh=mesh, in_specs=specs, out_specs=(same, cache.specs))(weights, cache, new)
-
-    return program
-
-
 def decoded(model: RankModel, cache: KVCache, new: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, KVCache]:
     """Return the logits and the cache of ``decode_step``, inside shard_map. ``new``: (ids, mask of real tokens or None)."""
     ids, valid = new
     step = cache.step(ids.shape[1], valid=valid)
 
-    def attend(attention: RingAttention, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(attention: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         nonlocal cache
         cache = cache.append(layer, k, v, step)
         part = cache.part(layer, step)._asdict()
@@ -184,7 +162,7 @@ def last_hidden(
     local = padded_local(ring.layout, ranks, ids.shape[1])
     step = chunk_step(cache, local, ring.layout, lengths, None, fresh, longest)
 
-    def attend(attention: RingAttention, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(attention: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         nonlocal cache
         out, cache = prefill(q, k, v, cache, layer, step, **_features(attention, q), strategy=ring.strategy, backend=ring.backend)
         return out
@@ -208,7 +186,7 @@ def _through(model: RankModel, ids: jax.Array, step: DecodeStep, attend: Attend)
     return x
 
 
-def _features(attention: RingAttention, q: jax.Array) -> dict[str, Any]:
+def _features(attention: Any, q: jax.Array) -> dict[str, Any]:
     """Return a layer's window, softcap, sinks and slopes as keywords for ``prefill`` and ``tree_attention_decode``."""
     return {
         "window": attention.config.mask.hi,
@@ -225,12 +203,12 @@ def logits_of(model: RankModel, hidden: jax.Array) -> jax.Array:
         return model.model.logits(model.model.norm(hidden))
 
 
-def computes_in(model: RingTransformer) -> str:
+def computes_in(model: Decoder) -> str:
     """Return the name of the dtype of a model's activations, which may differ from that of its weights."""
     return str(model.compute_dtype or model.embed.embedding[...].dtype)
 
 
-def check_model(model: RingTransformer, traced: bool = False) -> None:
+def check_model(model: Decoder, traced: bool = False) -> None:
     """Raise ValueError if the type, masks or sharding of ``model`` prevent decoding, or inside jit unless ``traced`` is True."""
     from flax import nnx
 
@@ -257,7 +235,7 @@ def check_model(model: RingTransformer, traced: bool = False) -> None:
             )
 
 
-def _check(model: RingTransformer, ids: Any, cache: KVCache) -> None:
+def _check(model: Decoder, ids: Any, cache: KVCache) -> None:
     check_model(model, traced=True)
     checks.check_cache(cache, KVCache)
     checks.check_model(cache.spec, model.config, computes_in(model), windows_of(model.config))

@@ -4,45 +4,35 @@ from __future__ import annotations
 
 import json
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
-from ring_attn_core.model.generation import Answers, Generation, OnToken, Progress, bucket, local_tokens
+from ring_attn_core.model.generation import Generation, OnToken, Progress, answers, bucket, check_functions
 
 from .cache import KVCache
-from .decode_loop import DecodeLoop, PlacedModel
+from .decode_loop import DecodeLoop, PlacedModel, Prefilled
 from .forward import check_model, computes_in
-
-if TYPE_CHECKING:
-    from ..layers.transformer import RingTransformer
+from .rank_model import Decoder
 
 
 def generated(
-    model: RingTransformer, arguments: dict[str, Any], on_token: OnToken | None = None, progress: Progress | None = None
+    model: Decoder, arguments: dict[str, Any], on_token: OnToken | None = None, progress: Progress | None = None
 ) -> list[list[int]]:
     """Return the new tokens of each prompt, for ``RingTransformer.generate``. ``progress`` gets (done, total) prompt tokens."""
     check_model(model)
     generation = Generation.of(model.config, computes_in(model), **arguments)
-    for name, function in (("on_token", on_token), ("progress", progress)):
-        if function is not None and not callable(function):
-            raise ValueError(f"{name} must be a function or None, got {type(function).__name__}")
+    check_functions(on_token=on_token, progress=progress)
     _agree(generation)
     placed = PlacedModel.of(model)
-    layout, ranks = model.ring.layout, placed.mesh.shape[placed.axis_name]
-    shards = [local_tokens(layout, ranks, [tokens]) for _, _, tokens in _chunks(generation)]
-    sizes, where = generation.cache(layout, ranks, shards), {"mesh": placed.mesh, "axis_name": placed.axis_name}
+    where: dict[str, Any] = {"mesh": placed.mesh, "axis_name": placed.axis_name}
+    sizes = generation.cache(model.ring.layout, placed.mesh.shape[placed.axis_name], bucket)
     cache = KVCache.make(model.config, len(generation.prompts), **sizes, dtype=generation.cache_dtype, **where)
     hidden, cache = _prefilled(placed, cache, generation, progress)
     loop = DecodeLoop(placed, cache, generation)
     loop.begin(hidden)
-    return _answered(loop, generation, on_token)
-
-
-def _chunks(generation: Generation) -> list[tuple[int, list[int], int]]:
-    """Return a tuple for each chunk: (first position, number of tokens of each prompt in the chunk, padded size of the chunk)."""
-    return [(start, lengths, bucket(max(lengths))) for start, lengths in generation.chunks()]
+    return answers(loop, generation, on_token)
 
 
 def _prefilled(
@@ -51,30 +41,17 @@ def _prefilled(
     """Prefill the prompts into the cache. Return the hidden states [requests, dim] of their last tokens, and the cache."""
     dtype = generation.config.compute_dtype or generation.config.param_dtype
     hidden, done = placed.put(np.zeros((len(generation.prompts), generation.config.dim), dtype)), 0
-    for start, lengths, tokens in _chunks(generation):
+    for start, lengths, tokens in generation.chunks(bucket):
         ids = np.asarray(generation.ids(start, tokens), np.int32)
         ends = np.asarray([start < n <= start + max(lengths) for n in generation.lengths])
         chunk = placed.put((ids, np.asarray(lengths, np.int32), ends))
         equal = tokens if set(lengths) == {tokens} else None  # each other length would need a compilation
-        hidden, cache = placed.compiled.prefill(placed.weights, cache, hidden, chunk, fresh=not start, equal=equal)
+        hidden, cache = placed.program(Prefilled(equal, not start))(placed.weights, cache, (hidden, chunk))
         done += sum(lengths)
         if progress is not None:
             hidden.block_until_ready()  # else progress would count dispatched work as done
             progress(done, generation.total)
     return hidden, cache
-
-
-def _answered(loop: DecodeLoop, generation: Generation, on_token: OnToken | None) -> list[list[int]]:
-    answers, most = Answers(generation, on_token), max(generation.new)
-    for number in range(1, most + 1):
-        read, more = loop.read(), number < most
-        if more and loop.ahead:
-            loop.step()
-        if answers.take(read()):
-            break
-        if more and not loop.ahead:
-            loop.step()
-    return answers.tokens
 
 
 def _agree(generation: Generation) -> None:

@@ -1,31 +1,47 @@
-"""A model inside shard_map. If its weights are sharded, each rank all-gathers them for one layer at a time."""
+"""A model inside shard_map, and its programs. If weights are sharded, each rank all-gathers them for one layer at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import Any, Protocol
 
 import jax
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..axes import sharded_like
+from ring_attn_core.model.config import TransformerConfig
 
-if TYPE_CHECKING:
-    from ..layers.transformer import RingTransformer
+from ..axes import sharded_like
+from .cache import KVCache
 
 Specs = tuple[PartitionSpec, ...]
 Path = tuple[Any, ...]
+
+
+class Decoder(Protocol):
+    """The parts of a RingTransformer that inference uses; the layers, which stand above inference, import it."""
+
+    config: TransformerConfig
+    ring: Any
+    compute_dtype: Any
+    embed: Any
+    blocks: Any
+    norm: Any
+    head: Any
+
+    def embedded(self, ids: jax.Array) -> jax.Array: ...
+    def logits(self, hidden: jax.Array) -> jax.Array: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankModel:
     """A RingTransformer inside shard_map that computes this rank's tokens. ``specs``: the sharded weights' PartitionSpecs."""
 
-    model: RingTransformer = field(kw_only=False)
+    model: Decoder = field(kw_only=False)
     specs: Mapping[Path, PartitionSpec] = field(default_factory=dict)
 
     @classmethod
@@ -33,7 +49,7 @@ class RankModel:
         """Make the model from this rank's shards of the weights; it has no mesh, so its layers compute this rank's tokens."""
         from flax import nnx
 
-        model = nnx.merge(graph, jax.tree.unflatten(tree, weights))
+        model: Any = nnx.merge(graph, jax.tree.unflatten(tree, weights))
         model.ring = replace(model.ring, mesh=None)
         for block in model.blocks:
             block.attention.ring, block.mlp.where = model.ring, None
@@ -64,6 +80,29 @@ class RankModel:
         yield
         for (variable, _), shard in zip(sharded, shards, strict=True):
             variable.set_value(shard)
+
+
+OnRank = Callable[[RankModel, KVCache, Any], tuple[Any, KVCache]]
+"""A function ``on_rank(model, cache, new)`` -> (result, cache) inside shard_map; ``new`` and the result are replicated."""
+
+
+@lru_cache(maxsize=64)
+def program_of(function: OnRank, graph: Any, tree: Any, mesh: Any, specs: Specs, donate: bool = False) -> Any:
+    """Return the jitted program ``program(weights, cache, new)`` of ``function`` for a model.
+
+    ``graph``: the model without its arrays, from ``nnx.split``. ``tree``: the pytree structure whose leaves are the weights.
+    ``specs``: their PartitionSpecs. ``donate``: the program overwrites the cache that it is passed.
+    """
+    same = PartitionSpec()
+
+    def on_rank(weights: Any, cache: KVCache, new: Any) -> Any:
+        return function(RankModel.of(graph, tree, weights, specs), cache, new)
+
+    def program(weights: Any, cache: KVCache, new: Any) -> Any:
+        in_specs = specs, cache.specs, same
+        return jax.shard_map(on_rank, mesh=mesh, in_specs=in_specs, out_specs=(same, cache.specs))(weights, cache, new)
+
+    return jax.jit(program, donate_argnums=1 if donate else ())
 
 
 def _all_gathered(shard: jax.Array, spec: PartitionSpec) -> jax.Array:

@@ -21,6 +21,7 @@ from ring_attn_core.plan.balanced_layout import BalancedLayout
 
 from ..axes import sharded_like
 from ..call.traced import TracedLayout
+from ..inference.generate import generated
 from .activations import caller
 from .attention import RingAttention
 from .auto_shard import ShardedRows, check_alone
@@ -234,8 +235,6 @@ class RingTransformer(nnx.Module):
         ``head_axis``, if weights are sharded in another way than over ``mesh``, or if a model with ALiBi gets a chunk shorter
         than a prompt.
         """
-        from ..inference.generate import generated
-
         arguments: dict[str, Any] = {"prompts": prompts, "new": max_new_tokens, "stop": stop, "chunk": chunk}
         arguments |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "cache_dtype": cache_dtype}
         return generated(self, arguments, on_token, progress)

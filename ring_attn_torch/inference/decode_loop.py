@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ring_attn_core.model.generation import Generation
 
-from ..layers.transformer import RingTransformer
 from ..ring.groups import ranks_of
 from .cache import KVCache
-from .forward import decode_step, logits_of, summed
+from .forward import Decoder, decode_step, logits_of, summed
 from .sampling import drawn, on_device
 
 Read = Callable[[], list[int]]
@@ -27,7 +26,7 @@ class DecodeLoop:
     Rank 0 broadcasts its tokens, since ranks that round differently could otherwise draw different tokens.
     """
 
-    def __init__(self, model: RingTransformer, cache: KVCache, generation: Generation) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, generation: Generation) -> None:
         self._model, self._cache, device = model, cache, cache.counts.device
         self._parameters = on_device(generation.sampling.parameters, device)
         self.tokens = torch.zeros(cache.spec.batch, dtype=torch.int64, device=device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,17 +14,12 @@ from ring_attn_core.cache import checks
 from ring_attn_core.layouts import padded_local
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.generation import check_ids, windows_of
-from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.validation import is_integer
 
 from ..attend.tiles import accumulation_dtype
 from ..call.autograd import no_autocast
 from ..call.prepare import dtype_name
 from ..data.layout import to_layout
-from ..layers.attention import RingAttention
-from ..layers.block import Block
-from ..layers.rotary import Turns, shares_turns, turns_at
-from ..layers.transformer import RingTransformer
 from ..ring.agreement import AgreedCall, agree_on, same_error
 from ..ring.groups import Group, is_dtensor, rank_in, ranks_of, ring_of
 from .cache import KVCache
@@ -36,12 +31,27 @@ from .step import DecodeStep
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-Attend = Callable[[RingAttention, int, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[Any, int, Tensor, Tensor, Tensor], Tensor]
 """A function ``attend(attention, layer, q, k, v)`` that returns the output of a layer's attention; ``layer`` is its index."""
 
 
+class Decoder(Protocol):
+    """The parts of a RingTransformer that inference uses; the layers, which stand above inference, import it."""
+
+    config: TransformerConfig
+    ring: Any
+    compute_dtype: Any
+    embed: Any
+    blocks: Any
+    norm: Any
+
+    def embedded(self, ids: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+    def named_parameters(self) -> Any: ...
+
+
 def decode_step(
-    model: RingTransformer,
+    model: Decoder,
     ids: Int[Tensor, "batch tokens"],
     cache: KVCache,
     *,
@@ -63,12 +73,12 @@ def decode_step(
     return _as_it_stands(_decoded)(model, ids, cache, valid)
 
 
-def _decoded(model: RingTransformer, ids: Tensor, cache: KVCache, valid: Tensor | None) -> tuple[Tensor, KVCache]:
+def _decoded(model: Decoder, ids: Tensor, cache: KVCache, valid: Tensor | None) -> tuple[Tensor, KVCache]:
     _agree("decode_step", model, ids, cache)
     with torch.no_grad(), no_autocast(ids.device.type):
         step = cache.step(ids.shape[1], valid=valid)
 
-        def attend(attention: RingAttention, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(attention: Any, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.append(layer, k, v, step)
             part = cache.part(layer, step)._asdict()
             backend = attention.ring.backend if attention.ring.backend in ("blockwise", "triton") else "auto"
@@ -81,7 +91,7 @@ def _decoded(model: RingTransformer, ids: Tensor, cache: KVCache, valid: Tensor 
 
 
 def prefill_prompts(
-    model: RingTransformer,
+    model: Decoder,
     ids: Int[Tensor, "batch tokens"],
     cache: KVCache,
     lengths: Lengths | None = None,
@@ -101,9 +111,7 @@ def prefill_prompts(
     return _as_it_stands(_prompted)(model, ids, cache, lengths, fresh)
 
 
-def _prompted(
-    model: RingTransformer, ids: Tensor, cache: KVCache, lengths: Lengths | None, fresh: bool
-) -> tuple[Tensor, KVCache]:
+def _prompted(model: Decoder, ids: Tensor, cache: KVCache, lengths: Lengths | None, fresh: bool) -> tuple[Tensor, KVCache]:
     _agree("prefill_prompts", model, ids, cache)
     with torch.no_grad(), no_autocast(ids.device.type):
         hidden = last_hidden(model, ids, cache, lengths, fresh=fresh)
@@ -117,9 +125,7 @@ def _as_it_stands(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(function, reason="decode_step and prefill_prompts run as they stand: call them outside")
 
 
-def last_hidden(
-    model: RingTransformer, ids: Tensor, cache: KVCache, lengths: Lengths | None = None, *, fresh: bool = False
-) -> Tensor:
+def last_hidden(model: Decoder, ids: Tensor, cache: KVCache, lengths: Lengths | None = None, *, fresh: bool = False) -> Tensor:
     """Return the last block's output [batch, dim] for each request's last token; 0 if this rank's part of ``ids`` lacks it."""
     ring = model.ring
     ranks = ranks_of(cache.ring)
@@ -131,7 +137,7 @@ def last_hidden(
         )
     step = cache.prefill_step(padded_local(ring.layout, ranks, ids.shape[1]), ring.layout, counts, fresh=fresh)
 
-    def attend(attention: RingAttention, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(attention: Any, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return prefill(q, k, v, cache, layer, step, **_features(attention, q), strategy=ring.strategy, backend=ring.backend)[0]
 
     mine = to_layout(ids, ring.layout, ranks).chunk(ranks, 1)[rank_in(cache.ring)]
@@ -151,21 +157,15 @@ def summed(hidden: Tensor, cache: KVCache) -> Tensor:
     return wide.to(hidden.dtype)
 
 
-def _through(model: RingTransformer, ids: Tensor, step: DecodeStep, attend: Attend) -> Tensor:
+def _through(model: Decoder, ids: Tensor, step: DecodeStep, attend: Attend) -> Tensor:
     """Run the blocks on the tokens ``ids`` [b s] at the step's positions, with ``attend`` as attention. Return [b s dim]."""
-    x = model.embedded(ids.long())
-    turns: dict[Rotary, Turns] = {}  # computed once for all layers: a few dozen kernels, which take as long as a short product
-    for layer, block in enumerate(cast("list[Block]", model.blocks)):
-        over_cache, embedding, positions = partial(attend, block.attention, layer), block.attention.rotary, step.positions
-        if shares_turns(embedding):
-            if embedding.rotary not in turns:
-                turns[embedding.rotary] = turns_at(step.positions, embedding, x.dtype)
-            positions = turns[embedding.rotary]
-        x = block.through(x, partial(block.attention.attended, over_cache, positions=positions))
+    x, turns = model.embedded(ids.long()), {}
+    for layer, block in enumerate(model.blocks):
+        x = block.over_cache(x, step.positions, partial(attend, block.attention, layer), turns)
     return x
 
 
-def _features(attention: RingAttention, q: Tensor) -> dict[str, Any]:
+def _features(attention: Any, q: Tensor) -> dict[str, Any]:
     """Return a layer's window, softcap, sinks and slopes as keywords for ``prefill`` and ``tree_attention_decode``."""
     return {
         "window": attention.config.mask.hi,
@@ -175,17 +175,17 @@ def _features(attention: RingAttention, q: Tensor) -> dict[str, Any]:
     }
 
 
-def logits_of(model: RingTransformer, hidden: Tensor) -> Tensor:
+def logits_of(model: Decoder, hidden: Tensor) -> Tensor:
     """Return the logits [..., vocab] of the last block's output [..., dim]."""
     return model.logits(model.norm(hidden))
 
 
-def computes_in(model: RingTransformer) -> str:
+def computes_in(model: Decoder) -> str:
     """Return the name of the dtype of a model's activations, which may differ from that of its weights."""
     return dtype_name(model.compute_dtype or model.embed.weight.dtype)
 
 
-def check_model(model: RingTransformer) -> None:
+def check_model(model: Decoder) -> None:
     """Raise ValueError if ``model`` is not a RingTransformer, or if its masks or sharded weights prevent decoding."""
     if not isinstance(getattr(model, "config", None), TransformerConfig):
         raise ValueError(f"model must be a RingTransformer, got {type(model).__name__}: of a wrapped one pass what is inside")
@@ -198,21 +198,21 @@ def check_model(model: RingTransformer) -> None:
             )
 
 
-def _agree(call: str, model: RingTransformer, ids: Any, cache: Any) -> None:
+def _agree(call: str, model: Decoder, ids: Any, cache: Any) -> None:
     """Raise ValueError if model, ids and cache do not fit together, on all ranks at the first call with a shape of ids."""
     shape = tuple(ids.shape) if isinstance(ids, Tensor) else ()
     device = ids.device.type if isinstance(ids, Tensor) else "cpu"
     agree_on(AgreedCall(call, device, (("ids_shape", shape),)), _ring(model, cache), lambda: _check(model, ids, cache))
 
 
-def _ring(model: RingTransformer, cache: Any) -> Group:
+def _ring(model: Decoder, cache: Any) -> Group:
     """Return the cache's ring. If ``cache`` is not a KVCache, return the model's, or None if ``model`` has none."""
     if isinstance(cache, KVCache):
         return cache.ring
     return ring_of(model.ring.group) if isinstance(getattr(model, "config", None), TransformerConfig) else None
 
 
-def _check(model: RingTransformer, ids: Any, cache: KVCache) -> None:
+def _check(model: Decoder, ids: Any, cache: KVCache) -> None:
     check_model(model)
     checks.check_cache(cache, KVCache)
     checks.check_model(cache.spec, model.config, computes_in(model), windows_of(model.config))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 
 from .activations import Caller
 from .attention import RingAttention
 from .chunks import in_chunks
 from .parts import LinearMap, RMSNorm
+from .projections import Attend
+from .rotary import Turns, shares_turns, turns_at
 
 
 class SwiGLU(nn.Module):
@@ -75,6 +79,18 @@ class Block(nn.Module):
         """Return the block's output for x [b s dim]. ``attend``: a function of the normed x that replaces the attention layer."""
         x = x + attend(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
+
+    def over_cache(self, x: Tensor, positions: Tensor, attend: Attend, turns: dict[Rotary, Turns]) -> Tensor:
+        """Return the block's output for x [b s dim] with ``attend(q, k, v)`` as attention.
+
+        ``turns``: those of earlier blocks at ``positions``, extended by the block's own. Computing turns takes a few dozen
+        kernels, about the time of a short product.
+        """
+        embedding = self.attention.rotary
+        if shares_turns(embedding) and embedding.rotary not in turns:
+            turns[embedding.rotary] = turns_at(positions, embedding, x.dtype)
+        where = turns[embedding.rotary] if shares_turns(embedding) else positions
+        return self.through(x, partial(self.attention.attended, attend, positions=where))
 
     def _again(self, x: Tensor, positions: Any, length: Any, *arrays: Tensor | int | tuple[Any, Any] | None) -> Tensor:
         """Call ``forward``. All arguments are positional here, because torch.utils.checkpoint saves only positional tensors."""

@@ -19,6 +19,7 @@ from ring_attn_core.model.masks import layer_offset
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 
 from ..call.autograd import eager_only
+from ..inference.generate import generated
 from ..ring.agreement import same_error
 from ..ring.groups import local, ring_of
 from .activations import caller
@@ -232,8 +233,6 @@ class RingTransformer(nn.Module):
         temperature 0, and a chunk shorter than a prompt if the model has ALiBi. Raise it too if a layer's mask is neither causal
         nor a sliding window of earlier tokens, or if weights are split over ranks (FSDP, tensor parallelism).
         """
-        from ..inference.generate import generated
-
         arguments: dict[str, Any] = {"prompts": prompts, "new": max_new_tokens, "stop": stop, "chunk": chunk}
         cache_dtype = dtype_name(cache_dtype) if isinstance(cache_dtype, torch.dtype) else cache_dtype
         arguments |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "cache_dtype": cache_dtype}
