@@ -94,7 +94,7 @@ def prefilled(cache: KVCache, layout: str | None = "zigzag", heads: int = 4, **a
         (lambda cache: appended(cache, layer=2), "layer=2 is none of the cache's 2 layers"),
         (lambda cache: cache.advance(cache.step()), r"layers \[0, 1\] have not been written in this step"),
         (out_of_date, "this step was made before the cache has changed"),
-        (lambda cache: prefilled(cache, None), "this step is one of tokens that every rank computes"),
+        (lambda cache: prefilled(cache, None), "expected a step from cache.prefill_step, got one from cache.step"),
         (lambda cache: prefilled(cache, heads=3), "kv heads must divide query heads"),
         (lambda cache: prefilled(cache, window=-1), "window must be an int of at least 0"),
         (lambda cache: prefilled(cache, alibi_slopes=torch.ones(4)), "alibi_slopes and a request that has tokens already"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -127,18 +127,35 @@ def check_valid(shape: tuple[int, ...], dtype: str, expected: tuple[int, int]) -
         )
 
 
-def check_scales(name: str, scales: Sequence[Sequence[float]]) -> None:
-    """Raise ValueError if an entry of ``scales`` [layers][kv_heads] is not finite and positive."""
-    for layer, of_heads in enumerate(scales):
-        for head, scale in enumerate(of_heads):
-            if not (scale > 0 and math.isfinite(scale)):
-                raise ValueError(f"{name}[{layer}, {head}]={scale}: numbers are divided by it, so it must be finite and above 0")
+def check_scales(spec: CacheSpec, scales: Mapping[str, Any], read: Callable[[Any], Any]) -> None:
+    """Raise ValueError unless ``scales``, by name, are both None or arrays [layers, kv_heads] of finite positive numbers.
+    ``read``: returns an array on the host, or None if its values are unknown."""
+    shape = spec.sizes.layers, spec.sizes.kv_heads
+    if len({scale is None for scale in scales.values()}) > 1:
+        raise ValueError("k_scale and v_scale go together: pass both, or none to take them from what is written first")
+    for name, scale in scales.items():
+        if scale is None:
+            continue
+        if tuple(getattr(scale, "shape", ())) != shape:
+            got = list(scale.shape) if hasattr(scale, "shape") else type(scale).__name__
+            raise ValueError(f"{name} must be [layers, kv_heads] = {list(shape)}, got {got}")
+        known = read(scale)
+        for layer, of_heads in enumerate([] if known is None else known.tolist()):
+            for head, x in enumerate(of_heads):
+                if not (x > 0 and math.isfinite(x)):
+                    raise ValueError(f"{name}[{layer}, {head}]={x}: numbers are divided by it, so it must be finite and above 0")
 
 
 def check_kept(shape: tuple[int, ...], dtype: str, batch: int) -> None:
     """Raise ValueError if the lengths to roll back to are neither one integer for all requests nor integers [batch]."""
     if shape not in ((), (batch,)) or "int" not in dtype:
         raise ValueError(f"lengths must be integers [{batch}], one for every request, or one for all, got {dtype} {list(shape)}")
+
+
+def check_chunk(layout: str | None) -> None:
+    """Raise ValueError if ``layout``, that of a step, is None: its tokens are no sharded chunk."""
+    if layout is None:
+        raise ValueError("expected a step from cache.prefill_step, got one from cache.step")
 
 
 def check_window(spec: CacheSpec, window: Any) -> int | None:
@@ -183,6 +200,16 @@ def check_cache(cache: Any, kind: type) -> None:
     """Raise ValueError if ``cache`` is not an instance of ``kind``, the package's KVCache."""
     if not isinstance(cache, kind):
         raise ValueError(f"cache must be a KVCache, got {in_words(cache)}: make one with KVCache.make(model.config, ...)")
+
+
+def check_ids(ids: Any, batch: int, is_array: bool) -> None:
+    """Raise ValueError if ``ids`` are not integers [requests, tokens] with at least one token. ``is_array``: of the framework."""
+    shape, dtype = (tuple(ids.shape), str(ids.dtype)) if is_array else ((), "")
+    if len(shape) != 2 or "int" not in dtype:
+        got = f"{dtype} {list(shape)}" if is_array else type(ids).__name__
+        raise ValueError(f"ids must be integers [requests, tokens], the same on every rank, got {got}")
+    if shape[0] != batch or not shape[1]:
+        raise ValueError(f"ids must be [{batch}, tokens], a row for every request of the cache, got {list(shape)}")
 
 
 def check_model(spec: CacheSpec, sizes: Any, dtype: str, windows: Sequence[int | None]) -> None:

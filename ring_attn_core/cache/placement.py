@@ -50,6 +50,15 @@ def append_indices(counts: Any, slot_indices: Any, earlier: Any) -> Any:
     return (slot_indices[..., None] + earlier[None, :, None, :] - counts[:, None, None, :]).clip(0).sum(-1)
 
 
+def removed(lengths: Any, keep: Any, owners: Any, slots: Any, ranks: Any) -> Any:
+    """Return the number of each rank's tokens, [batch, ranks], at positions ``keep`` [batch] to ``lengths`` [batch].
+    ``owners`` [batch, n]: a ring buffer of the ranks of the newest n tokens. ``slots``, ``ranks``: 0 .. n - 1, 0 .. ranks - 1."""
+    last = lengths[:, None] - 1
+    position = last - (last - slots[None]) % len(slots)  # the newest position recorded in that entry
+    gone = (position >= keep[:, None]) & (position >= 0)
+    return (gone[..., None] & (owners[..., None] == ranks)).sum(1, dtype=lengths.dtype)
+
+
 def positions(layout: str, ranks: int, local: int) -> list[list[int]]:
     """Return the positions of each rank's tokens in a chunk, [ranks][local], in increasing order."""
     return [[position for run in of_rank for position in run.positions()] for of_rank in _runs(layout, ranks, local)]

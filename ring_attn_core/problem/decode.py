@@ -10,7 +10,7 @@ benchmarks/decode/candidates.py counts one read of the cache, for v_dim = head_d
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..records import hashed_once
 from ..validation import hold_numbers, in_words, is_integer, number_in_words
@@ -20,6 +20,26 @@ FP8 = "float8_e4m3fn"
 """The dtype of one-byte keys and values; they are converted to a wider dtype for the products. Sums are in at least float32."""
 
 SCALES = "k_scale", "v_scale"
+
+
+class DecodeArrays(NamedTuple):
+    """The arrays of a decode call, named like the arguments of ``tree_attention_decode``; None if not passed."""
+
+    q: Any
+    k: Any
+    v: Any
+    q_positions: Any
+    k_positions: Any
+    tree_mask: Any = None
+    sinks: Any = None
+    alibi_slopes: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
+
+    @property
+    def depths(self) -> Any:
+        """Return the position of each tree node, int32 [b n]: the first node's position plus the node's number of ancestors."""
+        return self.q_positions[:, :1] + self.tree_mask.sum(-1, dtype=self.q_positions.dtype) - 1
 
 
 @hashed_once

@@ -22,7 +22,7 @@ from jax import lax
 
 from ring_attn_core.kernels.decode import DecodeCall
 from ring_attn_core.kernels.portable import launches
-from ring_attn_core.problem.decode import Decode
+from ring_attn_core.problem.decode import Decode, DecodeArrays
 
 from .launch import launch
 from .tiles import accumulation_dtype, dot
@@ -37,21 +37,6 @@ FEW_ROWS = 128
 """The largest number of rows (queries times heads) for which ``_products`` and ``_sums`` multiply all kv heads at once."""
 
 
-class DecodeArrays(NamedTuple):
-    """The arrays of a decode call, named like the arguments of ``tree_attention_decode``; None if not passed."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    q_positions: jax.Array
-    k_positions: jax.Array
-    tree_mask: jax.Array | None = None
-    sinks: jax.Array | None = None
-    alibi_slopes: jax.Array | None = None
-    k_scale: jax.Array | None = None
-    v_scale: jax.Array | None = None
-
-
 def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> jax.Array:
     """Run the decode kernel over this rank's slots. Return the packed (out, lse) of each split, float32 [splits b n h e+1]."""
     as_bytes = lambda x: lax.bitcast_convert_type(x, jnp.uint8) if call.fp8 else x
@@ -64,7 +49,7 @@ def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> jax.Array:
     }
     if arrays.tree_mask is not None:
         arguments["tree_mask"] = arrays.tree_mask.astype(jnp.uint8)
-        arguments["depths"] = depths(arrays)
+        arguments["depths"] = arrays.depths
     for name in ("alibi_slopes", "k_scale", "v_scale"):
         if (x := getattr(arrays, name)) is not None:
             arguments[name] = x.astype(jnp.float32)
@@ -118,7 +103,7 @@ def blockwise(arrays: DecodeArrays, problem: Decode) -> jax.Array:
     if q.size == 0 or t == 0:
         zeros = jnp.zeros_like(rows, shape=(b, n, h, e + 1))
         return zeros.at[..., -1].set(-jnp.inf)
-    of_tree = None if arrays.tree_mask is None else depths(arrays)
+    of_tree = None if arrays.tree_mask is None else arrays.depths
     first = t % chunk or chunk
 
     def visit(start: jax.Array | int, size: int) -> _State:
@@ -134,12 +119,6 @@ def blockwise(arrays: DecodeArrays, problem: Decode) -> jax.Array:
     if arrays.v_scale is not None:
         pair = pair.at[..., :-1].multiply(arrays.v_scale.astype(wide)[None, :, None, None])
     return jnp.moveaxis(pair.reshape(b, g, n, h // g, e + 1), 1, 2).reshape(b, n, h, e + 1)
-
-
-def depths(arrays: DecodeArrays) -> jax.Array:
-    """Return the position of each tree node, int32 [b n]: the first node's position plus the node's number of ancestors."""
-    assert arrays.tree_mask is not None
-    return arrays.q_positions[:, :1] + arrays.tree_mask.sum(-1, dtype=jnp.int32) - 1
 
 
 class _Visibility(NamedTuple):
@@ -187,7 +166,6 @@ def _visible(arrays: DecodeArrays, of_tree: jax.Array | None, window: int | None
         lag = i - position
         visible = (lag >= 0) & (position >= 0)
     else:
-        assert arrays.tree_mask is not None
         n = i.shape[1]
         node = arrays.k_positions - arrays.q_positions[:, :1]
         inside = ((node >= 0) & (node < n) & (arrays.k_positions >= 0))[:, None]

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec
 from ring_attn_core.kernels.decode import DecodeCall
 from ring_attn_core.kernels.decode_backend import runnable_decode
 from ring_attn_core.problem.checks import INTEGERS
-from ring_attn_core.problem.decode import Decode, check_positions
+from ring_attn_core.problem.decode import Decode, DecodeArrays, check_positions
 
-from ..attend.decode import DecodeArrays, blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel
+from ..attend.decode import blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel
 from ..attend.launch import capability, multiprocessors
 from ..axes import described, dtype_names, on_auto_axes, sharded_like, vary_alike
 from ..data.extents import on_host
@@ -83,7 +83,7 @@ def tree_attention_decode(
     ranks = ranks_of("tree_attention_decode", axis_name)
     places = as_int32("q_positions", q_positions), as_int32("k_positions", k_positions)
     arrays = DecodeArrays(q, k, v, *places, tree_mask, sinks, alibi_slopes, k_scale, v_scale)
-    problem = _problem(arrays, (window, scale, softcap, backend))
+    problem = _problem(arrays, {"window": window, "scale": scale, "softcap": softcap, "backend": backend})
     problem.check()
     (own,) = vary_alike((axis_name,), arrays._replace(sinks=None))  # sinks join after the gather, and stay replicated
     out, lse = _decode(problem, runnable_decode(problem), (axis_name, ranks), own._replace(sinks=sinks))
@@ -128,25 +128,12 @@ def as_int32(name: str, positions: Any) -> Any:
     return positions.astype(jnp.int32)
 
 
-def _problem(arrays: DecodeArrays, options: tuple[Any, Any, Any, Any]) -> Decode:
-    """Return the Decode record of a call. ``options``: (window, scale, softcap, backend)."""
+def _problem(arrays: DecodeArrays, options: dict[str, Any]) -> Decode:
     dtypes = dtype_names(arrays.q, arrays.k, arrays.v)
     others = described(dict(zip(arrays._fields[3:], arrays[3:], strict=True)))
     for name in ("q_positions", "k_positions"):
         if getattr(arrays, name) is None:
             raise ValueError(f"{name} must be an array, got None")
-    window, scale, softcap, backend = options
-    return Decode(
-        q_shape=arrays.q.shape,
-        k_shape=arrays.k.shape,
-        v_shape=arrays.v.shape,
-        dtypes=dtypes,
-        arrays=others,
-        device=jax.default_backend(),
-        capability=capability(),
-        multiprocessors=multiprocessors(),
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        backend=backend,
-    )
+    shapes = {"q_shape": arrays.q.shape, "k_shape": arrays.k.shape, "v_shape": arrays.v.shape}
+    where: dict[str, Any] = {"capability": capability(), "multiprocessors": multiprocessors()}
+    return Decode(**shapes, dtypes=dtypes, arrays=others, device=jax.default_backend(), **where, **options)

@@ -247,12 +247,7 @@ def _check(model: Decoder, ids: Any, cache: KVCache) -> None:
             f"the model's ring is {ranks} ranks along {axis!r}, and the cache's {cache.spec.ranks} along {cache.axis_name!r}: "
             "make both with one mesh and axis_name"
         )
-    shape, dtype = getattr(ids, "shape", ()), getattr(ids, "dtype", None)
-    if len(shape) != 2 or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-        got = type(ids).__name__ if dtype is None else f"{dtype} {list(shape)}"
-        raise ValueError(f"ids must be integers [requests, tokens], the same on every rank, got {got}")
-    if shape[0] != cache.spec.batch or not shape[1]:
-        raise ValueError(f"ids must be [{cache.spec.batch}, tokens], a row for every request of the cache, got {list(shape)}")
+    checks.check_ids(ids, cache.spec.batch, hasattr(ids, "dtype"))
     known = on_host(ids)
     if known is not None:
         check_ids([int(known.min()), int(known.max())], model.config.vocab, "ids hold")

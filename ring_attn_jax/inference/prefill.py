@@ -59,8 +59,7 @@ def prefill(
     ``cache.append``. Raise ValueError at trace time if an argument does not fit. For inference: not differentiable.
     """
     window = checks.check_window(cache.spec, window)
-    if step.layout is None:
-        raise ValueError("this step is one of tokens that every rank computes: prefill takes one of cache.prefill_step")
+    checks.check_chunk(step.layout)
     if alibi_slopes is not None and not step.fresh:
         raise ValueError(
             "alibi_slopes and a request that has tokens already: what is cached lies in no order that ALiBi could count in. "

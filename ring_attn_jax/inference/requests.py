@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ring_attn_core.cache import checks
-from ring_attn_core.cache.placement import held
+from ring_attn_core.cache.placement import held, removed
 from ring_attn_core.cache.spec import CacheSpec
 from ring_attn_core.layouts import padded_local
 from ring_attn_core.validation import as_number
@@ -114,12 +114,8 @@ class Requests:
             checks.check_kept(lengths.shape, str(lengths.dtype), spec.batch)  # type: ignore[union-attr]  # an array
             keep = jnp.maximum(lengths, 0).astype(jnp.int32)  # type: ignore[arg-type]
         keep = jnp.minimum(keep, self.lengths)
-        last = self.lengths[:, None] - 1
-        slot = jnp.arange(spec.remembered, dtype=jnp.int32)[None]
-        position = last - (last - slot) % spec.remembered  # the newest position recorded in that entry
-        removed = (position >= keep[:, None]) & (position >= 0)
-        owned = self.owners[:, :, None] == jnp.arange(spec.ranks, dtype=jnp.int16)[None, None]
-        counts = self.counts - (owned & removed[..., None]).sum(1, dtype=jnp.int32)
+        numbers = jnp.arange(spec.remembered, dtype=jnp.int32), jnp.arange(spec.ranks, dtype=jnp.int16)
+        counts = self.counts - removed(self.lengths, keep, self.owners, *numbers)
         positions = jnp.where(self.positions >= keep[:, None], -1, self.positions)
         return replace(self, positions=positions, counts=counts, lengths=keep)
 

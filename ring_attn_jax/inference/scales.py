@@ -20,19 +20,9 @@ if TYPE_CHECKING:
 
 def checked_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Array]:
     """Return the scales of k and v as float32 [layers, kv_heads], or zeros if they are None."""
-    shape = spec.sizes.layers, spec.sizes.kv_heads
-    if (k_scale is None) != (v_scale is None):
-        raise ValueError("k_scale and v_scale go together: pass both, or none to take them from what is written first")
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is None:
-            continue
-        if getattr(scale, "shape", None) != shape:
-            got = list(scale.shape) if hasattr(scale, "shape") else type(scale).__name__
-            raise ValueError(f"{name} must be [layers, kv_heads] = {list(shape)}, got {got}")
-        if (known := on_host(scale)) is not None:
-            checks.check_scales(name, known.tolist())
-    new = lambda scale: jnp.zeros(shape, jnp.float32) if scale is None else jnp.asarray(scale, jnp.float32)
-    return [new(k_scale), new(v_scale)]
+    checks.check_scales(spec, {"k_scale": k_scale, "v_scale": v_scale}, on_host)
+    zeros = lambda: jnp.zeros((spec.sizes.layers, spec.sizes.kv_heads), jnp.float32)  # two arrays, so that both can be donated
+    return [zeros() if scale is None else jnp.asarray(scale, jnp.float32) for scale in (k_scale, v_scale)]
 
 
 def of_first(

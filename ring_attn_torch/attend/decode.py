@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ring_attn_core.kernels.decode import DecodeCall
 from ring_attn_core.kernels.portable import launches
-from ring_attn_core.problem.decode import Decode
+from ring_attn_core.problem.decode import Decode, DecodeArrays
 
 from .launch import aligned, launch
 
@@ -40,21 +40,6 @@ chunks of 4,096 slots it is 7.7e-7, and with chunks of 32,768 slots 2.1e-6. Test
 """
 
 
-class DecodeArrays(NamedTuple):
-    """The arrays of a decode call, named like the arguments of ``tree_attention_decode``; None if not passed."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_positions: Tensor
-    k_positions: Tensor
-    tree_mask: Tensor | None = None
-    sinks: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-
-
 def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> Tensor:
     """Run the decode kernel over this rank's slots. Return the packed (out, lse) of each split, float32 [splits b n h e+1]."""
     as_bytes = lambda x: aligned(x.view(torch.uint8) if call.fp8 else x)
@@ -67,7 +52,7 @@ def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> Tensor:
     }
     if arrays.tree_mask is not None:
         arguments["tree_mask"] = aligned(arrays.tree_mask.view(torch.uint8))
-        arguments["depths"] = depths(arrays)
+        arguments["depths"] = arrays.depths
     for name in ("alibi_slopes", "k_scale", "v_scale"):
         if (x := getattr(arrays, name)) is not None:
             arguments[name] = aligned(x.float())
@@ -115,7 +100,7 @@ def blockwise(arrays: DecodeArrays, problem: Decode) -> Tensor:
     rows = q.to(wide).view(b, n, g, h // g, d).permute(0, 2, 1, 3, 4).reshape(b, g, -1, d) * problem.factor
     if arrays.k_scale is not None:
         rows = rows * arrays.k_scale.to(wide)[:, None, None]
-    of_tree = None if arrays.tree_mask is None else depths(arrays)
+    of_tree = None if arrays.tree_mask is None else arrays.depths
     found = []
     for row in range(b):
         state = _State.nothing(rows[row], e)
@@ -128,12 +113,6 @@ def blockwise(arrays: DecodeArrays, problem: Decode) -> Tensor:
     if arrays.v_scale is not None:
         pairs[..., :-1] *= arrays.v_scale.to(wide)[:, None, None]
     return pairs.view(b, g, n, h // g, e + 1).transpose(1, 2).reshape(b, n, h, e + 1)
-
-
-def depths(arrays: DecodeArrays) -> Tensor:
-    """Return the position of each tree node, int32 [b n]: the first node's position plus the node's number of ancestors."""
-    assert arrays.tree_mask is not None
-    return (arrays.q_positions[:, :1] + arrays.tree_mask.sum(-1) - 1).to(torch.int32)
 
 
 class _Visibility(NamedTuple):
@@ -168,13 +147,12 @@ class _State(NamedTuple):
 
 
 def _visible(arrays: DecodeArrays, of_tree: Tensor | None, window: int | None, row: int, slots: slice) -> tuple[Tensor, Tensor]:
-    """Return visibility, bool [n slots], and lags, int [n slots], of a batch row. ``of_tree``: the result of ``depths``."""
+    """Return visibility, bool [n slots], and lags, int [n slots], of a batch row. ``of_tree``: ``arrays.depths`` of a tree."""
     position, i = arrays.k_positions[row, slots], arrays.q_positions[row, :, None]
     if of_tree is None:
         lag = i - position
         visible = (lag >= 0) & (position >= 0)
     else:
-        assert arrays.tree_mask is not None
         n = i.shape[0]
         node = position - i[:1, 0]
         inside = (node >= 0) & (node < n) & (position >= 0)

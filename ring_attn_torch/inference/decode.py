@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.kernels.decode_backend import runnable_decode
 from ring_attn_core.problem.checks import INTEGERS, OptionalArray
-from ring_attn_core.problem.decode import Decode, check_nodes, check_positions
+from ring_attn_core.problem.decode import Decode, DecodeArrays, check_nodes, check_positions
 from ring_attn_core.validation import in_words
 
-from ..attend.decode import DecodeArrays, blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel
+from ..attend.decode import blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel
 from ..attend.launch import capability
 from ..call.autograd import no_autocast
 from ..ring.agreement import AgreedCall, agree_on
@@ -159,21 +159,13 @@ def _kinds(arrays: DecodeArrays) -> _Kinds:
 def _problem(kinds: _Kinds, device: torch.device, window: Any, scale: Any, softcap: Any, backend: Any) -> Decode:
     shapes = [tuple(shape) for _, shape, _ in kinds]
     dtypes = [str(dtype).removeprefix("torch.") for _, _, dtype in kinds]
-    on_gpu = device.type == "cuda"
-    return Decode(
-        q_shape=shapes[0],
-        k_shape=shapes[1],
-        v_shape=shapes[2],
-        dtypes=(dtypes[0], dtypes[1], dtypes[2]),
-        arrays=tuple(map(OptionalArray, [name for name, _, _ in kinds[3:]], shapes[3:], dtypes[3:])),
-        device=device.type,
-        capability=capability(device),
-        multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 132,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        backend=backend,
-    )
+    others = tuple(map(OptionalArray, [name for name, _, _ in kinds[3:]], shapes[3:], dtypes[3:]))
+    where: dict[str, Any] = {"device": device.type, "capability": capability(device)}
+    if device.type == "cuda":
+        where["multiprocessors"] = torch.cuda.get_device_properties(device).multi_processor_count
+    options: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap, "backend": backend}
+    q, k, v = shapes[:3]
+    return Decode(q_shape=q, k_shape=k, v_shape=v, dtypes=tuple(dtypes[:3]), arrays=others, **where, **options)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=4096)

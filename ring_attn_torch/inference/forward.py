@@ -219,10 +219,6 @@ def _check(model: Decoder, ids: Any, cache: KVCache) -> None:
     ranks = ranks_of(ring_of(model.ring.group))
     if ranks != cache.spec.ranks:
         raise ValueError(f"the model's ring has {ranks} ranks, and the cache {cache.spec.ranks}: make both with one group")
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise ValueError(f"ids must be integers [requests, tokens], the same on every rank, got {got}")
-    if ids.shape[0] != cache.spec.batch or not ids.shape[1]:
-        raise ValueError(f"ids must be [{cache.spec.batch}, tokens], a row for every request of the cache, got {list(ids.shape)}")
+    checks.check_ids(ids, cache.spec.batch, isinstance(ids, Tensor))
     if ids.device.type == "cpu":
         check_ids([int(ids.min()), int(ids.max())], model.config.vocab, "ids hold")

@@ -97,8 +97,7 @@ def prefill(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, step: DecodeStep) -> None:
-    if step.layout is None:
-        raise ValueError("this step is one of tokens that every rank computes: prefill takes one of cache.prefill_step")
+    checks.check_chunk(step.layout)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise ValueError("prefill has no gradient, and q, k or v requires one: call it under torch.no_grad()")
     cache.check_step(layer, step)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.cache import checks
 from ring_attn_core.cache.host_state import HostState
-from ring_attn_core.cache.placement import held
+from ring_attn_core.cache.placement import held, removed
 from ring_attn_core.cache.spec import CacheSpec
 from ring_attn_core.layouts import padded_local
 from ring_attn_core.validation import as_number
@@ -151,12 +151,9 @@ class Requests:
             self.host_state.cut(kept)
             keep = torch.tensor(kept, dtype=torch.int32, device=device)
         keep = torch.minimum(keep, self.lengths)
-        last = self.lengths[:, None] - 1
-        slot = torch.arange(spec.remembered, dtype=torch.int32, device=device)
-        position = last - (last - slot) % spec.remembered  # the newest position recorded in that entry
-        removed = (position >= keep[:, None]) & (position >= 0)
-        owned = self.owners[:, :-1, None] == torch.arange(spec.ranks, dtype=torch.int16, device=device)
-        self.counts -= (owned & removed[..., None]).sum(1, dtype=torch.int32)
+        slots = torch.arange(spec.remembered, dtype=torch.int32, device=device)
+        ranks = torch.arange(spec.ranks, dtype=torch.int16, device=device)
+        self.counts -= removed(self.lengths, keep, self.owners[:, :-1], slots, ranks)
         self.positions.masked_fill_(self.positions >= keep[:, None], -1)
         self.lengths.copy_(keep)
         self.version = next(VERSIONS)

@@ -19,20 +19,10 @@ if TYPE_CHECKING:
 
 def checked_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | None, device: torch.device) -> list[Tensor]:
     """Return the scales of k and v as float32 [layers, kv_heads] on ``device``, or zeros if they are None."""
-    shape = spec.sizes.layers, spec.sizes.kv_heads
-    if (k_scale is None) != (v_scale is None):
-        raise ValueError("k_scale and v_scale go together: pass both, or none to take them from what is written first")
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is None:
-            continue
-        if not isinstance(scale, Tensor) or tuple(scale.shape) != shape:
-            got = list(scale.shape) if isinstance(scale, Tensor) else type(scale).__name__
-            raise ValueError(f"{name} must be [layers, kv_heads] = {list(shape)}, got {got}")
-        checks.check_scales(name, scale.tolist())
-    own = lambda scale: scale.detach().to(device, torch.float32, copy=True)
-    return [
-        torch.zeros(shape, dtype=torch.float32, device=device) if scale is None else own(scale) for scale in (k_scale, v_scale)
-    ]
+    checks.check_scales(spec, {"k_scale": k_scale, "v_scale": v_scale}, lambda scale: scale)
+    zeros = lambda: torch.zeros((spec.sizes.layers, spec.sizes.kv_heads), dtype=torch.float32, device=device)
+    own = lambda scale: torch.as_tensor(scale).detach().to(device, torch.float32, copy=True)
+    return [zeros() if scale is None else own(scale) for scale in (k_scale, v_scale)]
 
 
 def of_first(
