@@ -26,11 +26,11 @@ from .data.gather import gather, gather_token
 from .data.layout import from_layout, positions, to_layout
 from .data.trees import pack_rollouts, tree_extents, unpack_rollouts
 from .inference.cache import KVCache
-from .inference.decode import tree_attention_decode
 from .inference.forward import decode_step, prefill_prompts
 from .inference.merge import merge_ring
 from .inference.prefill import prefill
 from .inference.sampling import sample
+from .inference.tree_attention import tree_attention_decode
 from .layers.attention import RingAttention
 from .layers.dilated import DilatedRingAttention
 from .layers.dilated_multihead import DilatedAttention

@@ -23,11 +23,11 @@ from unittest.mock import patch
 import torch
 from rich.console import Console
 
-from ring_attn_core.kernels import decode as of_core
+from ring_attn_core.kernels import decode_call as of_core
 from ring_attn_core.kernels.decode_backend import runnable_decode
 from ring_attn_core.kernels.portable import launches
 from ring_attn_core.kernels.tile_sizes import TileConfig
-from ring_attn_torch.inference import decode as inference
+from ring_attn_torch.inference import tree_attention as inference
 
 from ..support import harness, report
 from .candidates import ON_CPU, ON_GPU, Case, Work, ours, ours_in_a_graph

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ring_attn_core.kernels.decode import DecodeCall, count_splits
+from ring_attn_core.kernels.decode_call import DecodeCall, count_splits
 from ring_attn_core.kernels.launch import Scalar
 from ring_attn_core.kernels.tile_sizes import shared_memory
 from ring_attn_core.problem.checks import OptionalArray

@@ -59,8 +59,8 @@ def on_torch(problem, rank=0, **options):
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_the_pairs_of_several_ranks_are_merged_into_the_whole(shape, ranks):
     """As on so many GPUs, the collective left out."""
-    from ring_attn_torch.attend import decode as attend
-    from ring_attn_torch.inference import decode as inference
+    from ring_attn_torch.attend import slots as attend
+    from ring_attn_torch.inference import tree_attention as inference
 
     from ..torch.decode import as_numpy, tensors
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ring_attn_torch import attend_block, full, merge, merge_ring, tree_attention_decode
-from ring_attn_torch.attend import decode as attend
+from ring_attn_torch.attend import slots as attend
 from ring_attn_torch.ring import agreement
 
 from ..support.decode import Problem, Shape, check, random_shape, shapes

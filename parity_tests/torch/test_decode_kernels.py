@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from ring_attn_core.kernels import decode as of_core
+from ring_attn_core.kernels import decode_call as of_core
 from ring_attn_core.kernels.portable import launches
 from ring_attn_core.kernels.tile_sizes import TileConfig
 from ring_attn_torch import tree_attention_decode
-from ring_attn_torch.attend import decode as attend
-from ring_attn_torch.inference import decode as inference
+from ring_attn_torch.attend import slots as attend
+from ring_attn_torch.inference import tree_attention as inference
 
 from ..support.decode import FEATURES, Problem, Shape, check
 from ..support.selection import first

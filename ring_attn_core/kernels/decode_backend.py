@@ -8,7 +8,7 @@ from functools import lru_cache
 from ..problem.decode import Decode
 from .backends import OLDEST_GPU
 from .compile import broken_triton
-from .decode import DecodeCall, call_of_decode
+from .decode_call import DecodeCall, call_of_decode
 from .hopper.supports import WIDEST
 
 BACKENDS = "triton", "blockwise"

@@ -22,11 +22,11 @@ from ..axes import ring_size
 from ..data.extents import on_host
 from ..data.layout import to_layout
 from .cache import KVCache, chunk_step
-from .decode import tree_attention_decode
 from .prefill import prefill
 from .rank_model import Decoder, OnRank, RankModel, is_on, program_of, specs_of
 from .requests import Lengths
 from .step import DecodeStep
+from .tree_attention import tree_attention_decode
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int

@@ -11,7 +11,7 @@ from jax import lax
 
 from ring_attn_core.problem.checks import check_own_pair
 
-from ..attend.decode import merged
+from ..attend.slots import merged
 from ..attend.tiles import accumulation_dtype
 from ..axes import axes_of, check_axis_name, unknown_axis
 

@@ -23,10 +23,10 @@ from ..data.layout import to_layout
 from ..ring.agreement import AgreedCall, agree_on, same_error
 from ..ring.groups import Group, is_dtensor, rank_in, ranks_of, ring_of
 from .cache import KVCache
-from .decode import tree_attention_decode
 from .prefill import prefill
 from .requests import Lengths
 from .step import DecodeStep
+from .tree_attention import tree_attention_decode
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int

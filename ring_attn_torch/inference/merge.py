@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.problem.checks import check_own_pair
 
-from ..attend.decode import merged
+from ..attend.slots import merged
 from ..ring.agreement import AgreedCall, agree_on
 from ..ring.groups import Group, ranks_of, ring_of
 

@@ -24,10 +24,10 @@ from ring_attn_core.layouts import padded_local
 
 from ..data.layout import positions
 from ..inference.cache import KVCache
-from ..inference.decode import tree_attention_decode
 from ..inference.forward import summed
 from ..inference.prefill import prefill
 from ..inference.step import DecodeStep
+from ..inference.tree_attention import tree_attention_decode
 from ..ring.groups import rank_in
 from .masks import CallArguments, CallRing, LayerMask, Pattern, RunningCall
 from .models import check_cacheable

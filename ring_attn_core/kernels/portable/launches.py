@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..call import RingCall
-from ..decode import NATIVE_FP8, DecodeCall
+from ..decode_call import NATIVE_FP8, DecodeCall
 from ..launch import Argument, Array, Descriptor, Launch, Output, Scalar
 from ..tile_sizes import MASK_BLOCK, MASK_SPAN, TileConfig, padded
 

@@ -15,8 +15,8 @@ from ring_attn_core.problem.checks import INTEGERS, OptionalArray
 from ring_attn_core.problem.decode import Decode, DecodeArrays, check_nodes, check_positions
 from ring_attn_core.validation import in_words
 
-from ..attend.decode import blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel
 from ..attend.launch import capability
+from ..attend.slots import blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel
 from ..call.autograd import no_autocast
 from ..ring.agreement import AgreedCall, agree_on
 from ..ring.groups import Group, is_dtensor, ranks_of, ring_of

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring_attn_core.kernels.decode import DecodeCall
+from ring_attn_core.kernels.decode_call import DecodeCall
 from ring_attn_core.kernels.portable import launches
 from ring_attn_core.problem.decode import Decode, DecodeArrays
 

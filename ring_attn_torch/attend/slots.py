@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attn_core.kernels.decode import DecodeCall
+from ring_attn_core.kernels.decode_call import DecodeCall
 from ring_attn_core.kernels.portable import launches
 from ring_attn_core.problem.decode import Decode, DecodeArrays
 

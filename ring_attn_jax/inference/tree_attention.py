@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ring_attn_core.kernels.decode import DecodeCall
 from ring_attn_core.kernels.decode_backend import runnable_decode
+from ring_attn_core.kernels.decode_call import DecodeCall
 from ring_attn_core.problem.checks import INTEGERS
 from ring_attn_core.problem.decode import Decode, DecodeArrays, check_positions
 
-from ..attend.decode import blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel
 from ..attend.launch import capability, multiprocessors
+from ..attend.slots import blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel
 from ..axes import described, dtype_names, on_auto_axes, sharded_like, vary_alike
 from ..data.extents import on_host
 from .merge import gather_pairs, ranks_of, refuse_gradients
