@@ -200,14 +200,14 @@ def disagreement_on_rank(group: Group, arguments: dict[str, Any]) -> str:
 
 def test_ranks_that_are_asked_for_different_things_all_hear_of_it(gloo):
     others: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"prompts": [[1], [2]]}, "other prompts"),
-        ({"max_new_tokens": [3, 3, 2]}, "max_new_tokens=[3, 3, 2], and rank 0 [3, 3, 3]"),
-        ({"seed": 3}, "seed=3, and rank 0 0"),
+        ({"prompts": [[1], [2]]}, "prompts: '"),
+        ({"max_new_tokens": [3, 3, 2]}, "max_new_tokens: [3, 3, 3] on rank 0, [3, 3, 2] on rank 1"),
+        ({"seed": 3}, "seed: 0 on rank 0, 3 on rank 1"),
     )
     for changes, message in others:
         got = gloo(2, disagreement_on_rank, PerRank(call(), call(**changes)))
         assert got[0] == got[1]
-        assert f"rank 1 was given {message}" in got[0]
+        assert f"the ranks of this ring disagree on {message}" in got[0]
     got = gloo(2, disagreement_on_rank, PerRank(call(), call(top_k=0)))
     assert got == ["rank 1: top_k must be an int of at least 1, or None for all tokens, got 0"] * 2
 

@@ -114,13 +114,13 @@ class Generation:
         return {"capacity": _rounded(slots) * ranks, "window": None, "room": None}
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return a dict of JSON values, which must be equal on all ranks: a digest of the prompts, and each option by name."""
+        """Return values that must be equal on all ranks: a digest of the prompts, and each option by name, lists as tuples."""
         digest = blake2b(repr(self.prompts).encode(), digest_size=16).hexdigest()
         parameters = self.sampling.parameters
-        sampling = {"temperature": parameters.temperature or 0.0, "top_k": parameters.top_k, "top_p": parameters.top_p}
-        sampling["seed"] = int(self.sampling.seed)
-        found = {"prompts": digest, "max_new_tokens": list(self.new), "stop": list(self.stop), "chunk": self.chunk}
-        return found | {"cache_dtype": self.cache_dtype} | sampling
+        found = {"prompts": digest, "max_new_tokens": self.new, "stop": self.stop, "chunk": self.chunk}
+        found |= {"cache_dtype": self.cache_dtype, "temperature": parameters.temperature or 0.0, "top_k": parameters.top_k}
+        found |= {"top_p": parameters.top_p, "seed": int(self.sampling.seed)}
+        return {name: tuple(x) if isinstance(x, list) else x for name, x in found.items()}
 
 
 def answers(loop: Any, generation: Generation, on_token: OnToken | None) -> list[list[int]]:

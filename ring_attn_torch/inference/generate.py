@@ -10,7 +10,7 @@ import torch
 from ring_attn_core.model.generation import Generation, OnToken, Progress, answers, check_functions
 
 from ..call.autograd import no_autocast
-from ..ring.agreement import exchange, same_error
+from ..ring.agreement import AgreedCall, agree, same_error
 from ..ring.groups import ranks_of, ring_of
 from .cache import KVCache
 from .decode_loop import DecodeLoop
@@ -28,8 +28,8 @@ def generated(
         check_model(model)
         generation = Generation.of(model.config, computes_in(model), **arguments)
         check_functions(on_token=on_token, progress=progress)
-    if ring is not None and ranks_of(ring) > 1:
-        _agree(exchange("RingTransformer.generate", generation.fingerprint(), ring))
+    alike = tuple(generation.fingerprint().items())
+    agree(AgreedCall("RingTransformer.generate", device.type, alike, each_time=True), ring)
     sizes = generation.cache(model.ring.layout, ranks_of(ring))
     cache = KVCache.make(model.config, len(generation.prompts), **sizes, dtype=generation.cache_dtype, group=group, device=device)
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -54,14 +54,3 @@ def _prefilled(model: Decoder, cache: KVCache, generation: Generation, progress:
             progress(done, generation.total)
     assert hidden is not None
     return hidden
-
-
-def _agree(fingerprints: list[dict[str, Any]]) -> None:
-    """Raise ValueError if the arguments of ``generate``, by rank and name, differ between ranks."""
-    for name, value in fingerprints[0].items():
-        others = [rank for rank, what in enumerate(fingerprints) if what[name] != value]
-        if others:
-            got = "other prompts" if name == "prompts" else f"{name}={fingerprints[others[0]][name]!r}, and rank 0 {value!r}"
-            raise ValueError(
-                f"rank {others[0]} was given {got}: pass the same prompts and arguments to generate on every rank of the ring"
-            )
