@@ -68,7 +68,7 @@ def prefill(
     checks.check_new(cache.spec, (len(step.chunk), step.tokens), (k.shape, v.shape), (str(k.dtype), str(v.dtype)))
     arrays = Arrays(None, step.positions >= 0 if step.ragged else None, sinks, alibi_slopes)
     options = Options(
-        layout=step.layout,
+        layout=step.layout,  # type: ignore[arg-type]  # checked above
         mask=causal() if window is None else sliding_window(window),
         length=step.length,
         scale=scale,
