@@ -153,7 +153,7 @@ def check_kept(shape: tuple[int, ...], dtype: str, batch: int) -> None:
 
 
 def check_chunk(layout: str | None) -> None:
-    """Raise ValueError if ``layout``, that of a step, is None: its tokens are no sharded chunk."""
+    """Raise ValueError if ``layout``, that of a step, is None: the step is of cache.step."""
     if layout is None:
         raise ValueError("expected a step from cache.prefill_step, got one from cache.step")
 

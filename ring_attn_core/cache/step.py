@@ -79,8 +79,7 @@ class CachedRequests:
     rank: Any
 
     def fitting(self, chunk: Any, room: Any, xp: Any) -> Any:
-        """Return the number of each request's new tokens that the cache stores, [b]: with a window all of ``chunk``, else those
-        that the ``room`` [b] holds."""
+        """Return the number of each request's new tokens that the cache stores, [b]. Without a window it has ``room`` [b]."""
         return xp.minimum(chunk, room) if self.spec.window is None else chunk
 
 

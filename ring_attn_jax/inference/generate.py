@@ -23,7 +23,7 @@ def generated(
     """Return the new tokens of each prompt, for ``RingTransformer.generate``. ``progress`` gets (done, total) prompt tokens."""
     check_model(model)
     generation = Generation.of(model.config, computes_in(model), **arguments)
-    check_functions(on_token=on_token, progress=progress)
+    check_functions(on_token, progress)
     _agree(generation)
     placed = PlacedModel.of(model)
     where: dict[str, Any] = {"mesh": placed.mesh, "axis_name": placed.axis_name}

@@ -27,7 +27,7 @@ def generated(
     with same_error(ring):
         check_model(model)
         generation = Generation.of(model.config, computes_in(model), **arguments)
-        check_functions(on_token=on_token, progress=progress)
+        check_functions(on_token, progress)
     alike = tuple(generation.fingerprint().items())
     agree(AgreedCall("RingTransformer.generate", device.type, alike, each_time=True), ring)
     sizes = generation.cache(model.ring.layout, ranks_of(ring))
