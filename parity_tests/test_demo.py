@@ -9,6 +9,7 @@ import sys
 import time
 from multiprocessing import active_children
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,13 +17,20 @@ np = pytest.importorskip("numpy")
 pytest.importorskip("matplotlib")
 Console = pytest.importorskip("rich.console").Console
 
-from ring_attn_cli.demo import exactness, report, text, training  # noqa: E402
-from ring_attn_cli.demo.judge import Check, exit_status, missed  # noqa: E402
-from ring_attn_cli.demo.run import available, run  # noqa: E402
-from ring_attn_cli.demo.settings import DemoSettings  # noqa: E402
-from ring_attn_cli.processes import Crews, Failure, Message  # noqa: E402
-from ring_attn_core.masks import causal  # noqa: E402
-from ring_attn_core.reference.oracle import Attention, exact, plain  # noqa: E402
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner  # noqa: E402
+
+from ring_attn_cli.compare.cases import Case  # noqa: E402
+from ring_attn_cli.compare.comparison import VariantResult  # noqa: E402
+from ring_attn_cli.compare.measure import measure  # noqa: E402
+from ring_attn_cli.compare.oracles import ORACLES  # noqa: E402
+from ring_attn_cli.demo import report  # noqa: E402
+from ring_attn_cli.demo.results import Check, check_attention, check_losses, exit_status, find_missed  # noqa: E402
+from ring_attn_cli.demo.run import find_frameworks, run  # noqa: E402
+from ring_attn_cli.demo.settings import DemoSettings, read_standard_library  # noqa: E402
+from ring_attn_cli.main import app  # noqa: E402
+from ring_attn_cli.processes import Failure, Message, WorkerGroups  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -41,12 +49,12 @@ def test_the_quick_demo_keeps_every_bound_and_writes_its_three_files(tmp_path: P
         pytest.importorskip(package)
     done = ring_attn("demo", "--quick", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "All 28 bounds are kept" in done.stdout
+    assert "All 43 bounds are kept" in done.stdout
     for picture in ("losses.png", "plan.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
     written = json.loads((tmp_path / "demo.json").read_text())
     assert written["passed"] is True and written["missed"] == []
-    assert len(written["checks"]) == 28 and all(check["value"] <= check["bound"] for check in written["checks"])
+    assert len(written["checks"]) == 43 and all(check["value"] <= check["bound"] for check in written["checks"])
     assert {name: len(losses) for name, losses in written["losses"].items()} == {"PyTorch": 3, "JAX": 3}
 
 
@@ -58,12 +66,12 @@ def test_the_quick_demo_keeps_every_bound_and_writes_its_three_files(tmp_path: P
         (("--steps", "1"), "pass at least 2"),
         (("--layout", "spiral"), "unknown layout 'spiral': choose one of contiguous"),
         (("--framework", "numpy"), "choose one of both, torch, jax"),
+        (("--quick", "--full"), "--quick and --full exclude each other"),
     ],
 )
 def test_a_mistake_is_answered_in_one_line(arguments: tuple[str, ...], words: str):
-    pytest.importorskip("typer")
-    done = ring_attn("demo", *arguments)
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, ["demo", *arguments])
+    assert done.exit_code == 2
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
 
 
@@ -71,51 +79,57 @@ def test_a_mistake_is_answered_in_one_line(arguments: tuple[str, ...], words: st
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr("ring_attn_cli.demo.run.gather", lambda *_: pytest.fail("the demo has begun"))
+    monkeypatch.setattr("ring_attn_cli.demo.run.compute", lambda *_: pytest.fail("the demo has begun"))
     (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match=f"{name} is a folder: name a file in it"):
-        run(DemoSettings.of(True), "both", tmp_path)
+        run(DemoSettings.make(True), "both", tmp_path)
 
 
 def test_what_is_not_installed_is_left_out_in_words(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ring_attn_cli.demo.run.find_spec", lambda package: None if package == "flax" else package)
-    frameworks, left_out = available("both")
+    frameworks, left_out = find_frameworks("both")
     assert frameworks == ["PyTorch"]
     assert left_out == ['JAX is left out, for flax is not installed: run pip install "ring-attn[demo]"']
     with pytest.raises(ValueError, match="flax is not installed"):
-        available("jax")
+        find_frameworks("jax")
 
 
 # --- the judge ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [1.1e-6, float("nan"), float("inf")])
-def test_a_missed_bound_is_named_and_ends_with_status_1(value: float, tmp_path: Path):
+def test_a_missed_bound_is_named_and_ends_with_status_1(value: float):
     checks = [Check("out: JAX ring against one device", 1e-7, 1e-6), Check("dq: JAX ring against exact float64", value, 1e-6)]
-    assert missed(checks) == checks[1:]
+    assert find_missed(checks) == checks[1:]
     assert exit_status(checks) == 1 and exit_status(checks[:1]) == 0 and exit_status([]) == 1
-    printed = said(report.verdict(checks, [tmp_path / "demo.json"], 1.0))
+    printed = said(report.conclude(checks, 1.0))
     assert "Missed dq: JAX ring against exact float64" in printed and "1 of 2 bounds are missed" in printed
     assert "one device" not in printed
 
 
-@pytest.mark.parametrize("array", exactness.COMPARED)
-@pytest.mark.parametrize("framework", ["PyTorch", "JAX"])
-def test_one_wrong_array_of_one_framework_is_found(array: str, framework: str):
-    given = exactness.inputs(96)
-    q, k, v, dout, dlse = given
-    truth = exactness.DemoTruth(exact(q, k, v, causal(), dout, dlse), plain(q, k, v, causal(), dout, "float32", dlse), 0.0)
-    right: dict[str, Attention] = dict.fromkeys(("PyTorch", "JAX"), truth.plain)
-    assert not missed(check for row in exactness.rows(truth, right, right) for check in row.checks)
-    swapped = np.array(getattr(truth.plain, array))
+@pytest.mark.parametrize("array", ["out", "lse", "dq", "dk", "dv"])
+@pytest.mark.parametrize(("framework", "title"), [("torch", "PyTorch"), ("jax", "JAX")])
+def test_one_wrong_array_of_one_framework_is_found(array: str, framework: str, title: str):
+    case = Case(length=96)
+    truth = ORACLES["attention"].truth(case, inputs := ORACLES["attention"].inputs(case), inputs.cotangents)
+    swapped = np.array(truth.plain[array])
     swapped[:, [40, 41]] = swapped[:, [41, 40]]
-    wrong = right | {framework: truth.plain._replace(**{array: swapped})}
-    found = [check.what for row in exactness.rows(truth, wrong, right) for check in missed(row.checks)]
-    assert found == [
-        f"{array}: {framework} ring against exact float64",
-        f"{array}: {framework} ring against one device",
+    right = dict.fromkeys(("torch", "jax"), truth.plain)
+    wrong = right | {framework: truth.plain | {array: swapped}}
+
+    def missed(rings: dict[str, Any]) -> list[str]:
+        results = []
+        for name, other in (("torch", "jax"), ("jax", "torch")):
+            found = measure(rings[name], truth.exact, truth.bounds, "float32", truth.plain, rings[other])
+            results.append(VariantResult(case, "ring", name, 4, tuple(found), (), (1.0,), None))
+        return [check.what for check in find_missed(check_attention(tuple(results)))]
+
+    assert missed(right) == []
+    assert set(missed(wrong)) == {
+        f"{array}: {title} ring against exact float64",
+        f"{array}: {title} ring against one device",
         f"{array}: PyTorch ring against JAX ring",
-    ]
+    }
 
 
 @pytest.mark.parametrize(
@@ -129,33 +143,28 @@ def test_one_wrong_array_of_one_framework_is_found(array: str, framework: str):
     ],
 )
 def test_losses_must_fall_and_agree(losses: dict[str, list[float]], words: list[str]):
-    assert [check.what for check in missed(training.checks(losses))] == words
+    assert [check.what for check in find_missed(check_losses(losses))] == words
 
 
 # --- the text -----------------------------------------------------------------------------------------------------------
 
 
 def test_steps_read_consecutive_stretches_of_the_standard_library():
-    whole = np.concatenate([training.batch(step, 100)[0] for step in range(4)])
-    assert whole.tolist() == list(text.standard_library(400))
+    whole = np.concatenate([DemoSettings(tokens=100).batch(step)[0] for step in range(4)])
+    assert whole.tolist() == list(read_standard_library(400))
 
 
 def test_text_begins_anew_where_it_ends():
-    much = text.standard_library(100_000_000)
+    much = read_standard_library(100_000_000)
     assert len(much) == 100_000_000
     start = much.index(much[:4096], 4096)
     assert much[start : start + 4096] == much[:4096]
 
 
-def test_a_token_in_the_wrong_place_would_be_seen():
-    q = exactness.inputs(512).q[0].reshape(512, -1)
-    apart = np.abs(q[:, None] - q[None]).max(-1) + 1e9 * np.eye(512)
-    assert apart.min() > 1e-2
-
-
 def test_quick_gives_way_to_what_is_asked_for():
-    assert DemoSettings.of(True, tokens=None, steps=7) == DemoSettings(tokens=2048, steps=7)
-    assert DemoSettings.of(False, tokens=None, steps=None) == DemoSettings()
+    assert DemoSettings.make(True, tokens=None, steps=7) == DemoSettings(tokens=2048, steps=7)
+    assert DemoSettings.make(False, True, tokens=512, steps=None) == DemoSettings(tokens=512, steps=12)
+    assert DemoSettings.make(False, tokens=None, steps=None) == DemoSettings()
 
 
 # --- the processes ------------------------------------------------------------------------------------------------------
@@ -174,17 +183,17 @@ def work(tell, how: str) -> None:
 
 
 def reports(hows: tuple[str, ...], patience: float = 60) -> list[Message]:
-    with Crews(patience) as crews:
-        crews.start("crew", "parity_tests.test_demo", [(how,) for how in hows])
-        return list(crews.messages())
+    with WorkerGroups(patience) as groups:
+        groups.start("group", "parity_tests.test_demo", [(how,) for how in hows])
+        return list(groups.messages())
 
 
 @pytest.mark.parametrize(
     ("hows", "patience", "words"),
     [
-        (("hang", "raise"), 60, "crew, process 1 failed: RuntimeError: the ring is broken"),
-        (("hang", "die"), 60, "crew, process 1 ended with exit code 7"),
-        (("hang",), 2, "no process has reported for 2 s; still at work: crew"),
+        (("hang", "raise"), 60, "group, process 1 failed: RuntimeError: the ring is broken"),
+        (("hang", "die"), 60, "group, process 1 ended with exit code 7"),
+        (("hang",), 2, "no process has reported for 2 s; still at work: group"),
     ],
 )
 def test_a_failure_is_told_and_ends_every_process(hows: tuple[str, ...], patience: float, words: str):
@@ -200,7 +209,7 @@ def test_a_failure_shows_what_the_process_printed():
 
 
 def test_what_is_reported_arrives():
-    assert sorted(reports(("good", "better"))) == [("crew", "said", "better"), ("crew", "said", "good")]
+    assert sorted(reports(("good", "better"))) == [("group", "said", "better"), ("group", "said", "good")]
 
 
 def said(printed: object) -> str:

@@ -190,18 +190,20 @@ def plan(
 @app.command()
 def demo(
     ranks: Annotated[int, typer.Option(help="Number of ranks: processes in PyTorch, devices in JAX.")] = 4,
-    tokens: Annotated[int | None, typer.Option(help="Number of tokens in a sequence.", show_default="16384, quick 2048")] = None,
-    steps: Annotated[int | None, typer.Option(help="Number of training steps.", show_default="12, quick 3")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens in a sequence.", show_default="4096, quick 2048, full 16384")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of training steps.", show_default="6, quick 3, full 12")] = None,
     layout: Annotated[str, typer.Option(help=f"One of {', '.join(layouts.LAYOUTS)}.")] = "zigzag",
     framework: Annotated[str, typer.Option(help="both, jax or torch.")] = "both",
     out: Annotated[Path, typer.Option(help="Folder for losses.png, plan.png and demo.json.")] = Path("demo-output"),
     quick: Annotated[bool, typer.Option("--quick", help="Use a short sequence and a few steps.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Use a long sequence and more steps; takes minutes.")] = False,
 ) -> None:
     """Check on this CPU that the ring is exact and that PyTorch and JAX train alike. Exit with status 1 if a check fails."""
     with errors_in_one_line():
         from .demo.run import DemoSettings, run
 
-        status = run(DemoSettings.of(quick, ranks=ranks, tokens=tokens, steps=steps, layout=layout), framework, out)
+        settings = DemoSettings.make(quick, full, ranks=ranks, tokens=tokens, steps=steps, layout=layout)
+        status = run(settings, framework, out)
     raise typer.Exit(status)
 
 

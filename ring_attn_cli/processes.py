@@ -29,9 +29,9 @@ Report = Callable[[str, Any], None]
 """A function ``report(kind, data)`` that sends a message to the parent process."""
 
 
-class Parent(NamedTuple):
-    """A process's connection to its parent.
-    ``parent(kind, data)`` sends; ``parent.recv()`` waits for what ``Crews.send`` passes."""
+class Worker(NamedTuple):
+    """A started process's connection to its parent.
+    ``worker(kind, data)`` sends a message; ``worker.recv()`` waits for what ``WorkerGroups.send`` passes."""
 
     pipe: Connection
 
@@ -39,7 +39,7 @@ class Parent(NamedTuple):
         self.pipe.send((kind, data))
 
     def recv(self) -> Any:
-        """Return the next order. Raise EOFError when the parent has closed the pipe."""
+        """Return the next message. Raise EOFError when the parent has closed the pipe."""
         return self.pipe.recv()
 
 
@@ -57,7 +57,7 @@ def check_count(ranks: int, option: str) -> None:
 
 
 class Message(NamedTuple):
-    crew: str
+    group: str
     kind: str
     data: Any
 
@@ -113,8 +113,8 @@ def hold_interrupts() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-class Crews:
-    """Named groups of processes (crews); the exit of the context ends each process that still runs.
+class WorkerGroups:
+    """Named groups of worker processes; the exit of the context ends each process that still runs.
     SIGTERM raises :class:`Terminated` in the main thread. A process, not the parent, imports a module and calls its
     ``work(report, *arguments)``. Its stdout and stderr go to a log, shown at the end if it fails."""
 
@@ -127,24 +127,25 @@ class Crews:
         self.store = str(Path(self._folder.name, "store"))
         """An unused path for the file store by which the ranks of a PyTorch process group find each other."""
 
-    def start(self, crew: str, module: str, members: list[tuple[Any, ...]]) -> None:
-        """Start the processes of a crew: each calls ``work`` of ``module`` with one tuple of arguments in ``members``."""
+    def start(self, group: str, module: str, members: list[tuple[Any, ...]]) -> None:
+        """Start the processes of a group: each calls ``work`` of ``module`` with one tuple of arguments in ``members``."""
         context = multiprocessing.get_context("spawn")
         for number, arguments in enumerate(members):
             ours, theirs = context.Pipe()
-            log = Path(self._folder.name, f"{crew}-{number}")
+            log = Path(self._folder.name, f"{group}-{number}")
             process = context.Process(target=_run, args=(theirs, log, module, arguments), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
-            self._pipes.setdefault(crew, []).append(ours)
-            self._members[ours] = _Member(crew, crew if len(members) == 1 else f"{crew}, process {number}", process, log)
+            self._pipes.setdefault(group, []).append(ours)
+            label = group if len(members) == 1 else f"{group}, process {number}"
+            self._members[ours] = _Member(group, label, process, log)
 
-    def send(self, crew: str, count: int, order: Any) -> None:
-        """Send an order to the first ``count`` processes of a crew."""
-        for pipe in self._pipes[crew][:count]:
+    def send(self, group: str, count: int, data: Any) -> None:
+        """Send ``data`` to the first ``count`` processes of a group."""
+        for pipe in self._pipes[group][:count]:
             with suppress(OSError):  # a dead process: its last message says why
-                pipe.send(order)
+                pipe.send(data)
 
     def messages(self) -> Iterator[Message]:
         """Yield the messages of the processes until all have finished.
@@ -163,9 +164,10 @@ class Crews:
                 silent = "; ".join(sorted(member.label for member in self._members.values()))
                 raise Failure(f"no process has reported for {self._patience:.0f} s; still at work: {silent}")
 
-    def arrived(self, timeout: float) -> list[Message]:
-        """Wait up to ``timeout`` seconds for messages, and return at most one from each process; [] if none has arrived."""
-        return [message for pipe in wait(list(self._members), timeout) for message in self._receive(pipe)]  # type: ignore[arg-type]
+    def receive(self, group: str, timeout: float) -> list[Message]:
+        """Wait up to ``timeout`` seconds for messages of a group, and return at most one from each process; [] if none came."""
+        pipes = [pipe for pipe in self._pipes[group] if pipe in self._members]
+        return [message for pipe in wait(pipes, timeout) for message in self._receive(pipe)]  # type: ignore[arg-type]
 
     def logs(self) -> dict[str, str]:
         """Return the last 200 printed lines of each unfinished process, by a label such as "PyTorch, process 0"."""
@@ -183,9 +185,9 @@ class Crews:
         if kind == "finished":
             del self._members[pipe]
         else:
-            yield Message(member.crew, kind, data)
+            yield Message(member.group, kind, data)
 
-    def __enter__(self) -> Crews:
+    def __enter__(self) -> WorkerGroups:
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, _terminate)
         return self
@@ -206,7 +208,7 @@ class Crews:
 
 
 class _Member(NamedTuple):
-    crew: str
+    group: str
     label: str
     process: BaseProcess
     log: Path
@@ -232,9 +234,9 @@ def _run(pipe: Connection, log: Path, module: str, arguments: tuple[Any, ...]) -
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     try:
-        parent = Parent(pipe)
-        importlib.import_module(module).work(parent, *arguments)
-        parent("finished", None)
+        worker = Worker(pipe)
+        importlib.import_module(module).work(worker, *arguments)
+        worker("finished", None)
     except BrokenPipeError:
         pass  # the parent is gone
     except BaseException as error:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import transformers
 from transformers.models.auto import modeling_auto as auto
 
-from ring_attn_cli.processes import Crews, Failure, Parent
+from ring_attn_cli.processes import Failure, Worker, WorkerGroups
 from ring_attn_torch import sum_gradients
 from ring_attn_torch.transformers import sequence_parallel
 from ring_attn_torch.transformers.models import own_positions
@@ -84,14 +84,14 @@ def verdicts(names: Iterable[str], seconds: float) -> Iterator[Verdict]:
     """Yield the verdict of each class. If a class kills the processes or takes longer than ``seconds``, start new processes."""
     waiting = deque(names)
     while waiting:
-        with Crews(STARTUP) as crews:
-            crews.start("transformers", f"{__package__}.tested_models", [(rank, crews.store) for rank in range(RANKS)])
-            _answers(crews, STARTUP)
+        with WorkerGroups(STARTUP) as groups:
+            groups.start("transformers", f"{__package__}.tested_models", [(rank, groups.store) for rank in range(RANKS)])
+            _answers(groups, STARTUP)
             while waiting:
                 name = waiting.popleft()
-                crews.send("transformers", RANKS, name)
+                groups.send("transformers", RANKS, name)
                 try:
-                    of_ranks = _answers(crews, seconds)
+                    of_ranks = _answers(groups, seconds)
                 except (Failure, TimeoutError) as error:
                     yield Verdict(name, "failed", str(error).partition("\n")[0])
                     break
@@ -129,17 +129,17 @@ def page(found: list[Verdict], known: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def work(parent: Parent, rank: int, store: str) -> None:
+def work(worker: Worker, rank: int, store: str) -> None:
     """Run one rank: for each model class that the parent names, compare ring and eager attention and report a ``Verdict``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    parent("verdict", None)
+    worker("verdict", None)
     while True:
         try:
-            name = parent.recv()
+            name = worker.recv()
         except EOFError:
             return
-        parent("verdict", _verdict(name))
+        worker("verdict", _verdict(name))
 
 
 def tiny(kind: Any, causal: bool) -> Any:
@@ -177,14 +177,14 @@ def _count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _answers(crews: Crews, seconds: float) -> list[Any]:
+def _answers(groups: WorkerGroups, seconds: float) -> list[Any]:
     """Return the data of one message per rank. Raise TimeoutError after ``seconds`` of waiting, Failure if a process fails."""
     found: list[Any] = []
     end = time.monotonic() + seconds
     while len(found) < RANKS:
         if time.monotonic() > end:
             raise TimeoutError(f"no result within {seconds:g} s")
-        found += [message.data for message in crews.arrived(1)]
+        found += [message.data for message in groups.receive("transformers", 1)]
     return found
 
 

@@ -188,7 +188,7 @@ def test_files_that_cannot_be_written_are_refused_before_anything_is_computed(tm
     pytest.importorskip("torch")
     started = lambda *arguments, **named: pytest.fail("it has started")
     monkeypatch.setattr("ring_attn_cli.compare.comparison.Pool", started)
-    monkeypatch.setattr("ring_attn_cli.demo.run.gather", started)
+    monkeypatch.setattr("ring_attn_cli.demo.run.compute", started)
     (tmp_path / "file").write_text("")
     named = str(tmp_path / "link.png")
     Path(named).symlink_to(tmp_path / "no" / "folder.png")

@@ -14,9 +14,10 @@ np = pytest.importorskip("numpy")
 
 from ring_attn_cli.compare import measure, user  # noqa: E402
 from ring_attn_cli.compare.cases import Case  # noqa: E402
+from ring_attn_cli.compare.messages import Outcome, cut, join  # noqa: E402
 from ring_attn_cli.compare.oracles import ORACLES  # noqa: E402
-from ring_attn_cli.compare.orders import cut, importable, in_words, joined, where_at  # noqa: E402
-from ring_attn_cli.compare.variants import chosen  # noqa: E402
+from ring_attn_cli.compare.variants import choose  # noqa: E402
+from ring_attn_cli.compare.worker import describe, find_line, make_importable  # noqa: E402
 from ring_attn_core.layouts import LAYOUTS  # noqa: E402
 
 PLANTED = "parity_tests.support.planted"
@@ -50,7 +51,10 @@ def test_only_equal_bits_are_no_distance():
 def test_shards_come_together_as_they_were(layout: str):
     plan = Case(length=37, layout=layout).plan(4)
     x = np.arange(2 * 37 * 3.0).reshape(2, 37, 3)
-    whole = joined({"out": cut(x, plan, np.nan), "dsinks": [np.ones(2)] * 4, "loss": [np.array(5)] * 4}, frozenset({"out"}), plan)
+    shards = {"out": cut(x, plan, np.nan), "dsinks": [np.ones(2)] * 4, "loss": [np.array(5)] * 4}
+    of_each_rank = [Outcome({name: [of[rank]] for name, of in shards.items()}, frozenset()) for rank in range(4)]
+    whole = join([Outcome(shards, frozenset())], frozenset({"out"}), plan)
+    assert all(np.array_equal(x, whole[name]) for name, x in join(of_each_rank, frozenset({"out"}), plan).items())
     np.testing.assert_array_equal(whole["out"], x)
     assert whole["dsinks"].tolist() == [4, 4] and whole["loss"] == 5
 
@@ -72,10 +76,10 @@ def given_to(name: str, **case: Any) -> Any:
     text = f"{PLANTED}:{name}"
     function = user.load(text)
     offered = {"mask": None, "scale": 1.0, "length": 8, "sinks": None, "return_lse": True}
-    arguments = user.taken(function, text, offered, Case(**case))
+    arguments = user.take(function, text, offered, Case(**case))
     user.check_length(text, arguments, Case(length=8), 8)
     q, k = np.ones((1, 8, 4, 16)), np.ones((1, 8, 2, 16))
-    return user.called(function, text, {"q": q, "k": k, "v": k}, arguments)
+    return user.call(function, text, {"q": q, "k": k, "v": k}, arguments)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +108,7 @@ def test_a_file_of_the_folder_stands_in_for_no_module(tmp_path: Path, monkeypatc
         (tmp_path / f"{name}.py").write_text("def attention(q, k, v):\n    return q\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
-    importable(str(tmp_path))
+    make_importable(str(tmp_path))
     assert user.load("mine_alone:attention").__module__ == "mine_alone"
     assert str(tmp_path) not in str(importlib.import_module("wave").__file__)
     with pytest.raises(
@@ -129,7 +133,7 @@ def test_a_file_in_place_of_a_module_is_said(text: str, words: str):
 
 def test_a_function_of_one_framework_that_runs_in_both_is_said():
     with pytest.raises(ValueError, match="needs group, which ring_attention has in PyTorch only: write torch:mymodule:f"):
-        user.taken(lambda q, k, v, group: q, "mymodule:f", {"axis_name": "seq"}, Case())
+        user.take(lambda q, k, v, group: q, "mymodule:f", {"axis_name": "seq"}, Case())
 
 
 def test_padding_is_refused_for_a_function_that_takes_no_length():
@@ -138,30 +142,30 @@ def test_padding_is_refused_for_a_function_that_takes_no_length():
 
 
 def test_functions_of_two_frameworks_are_each_others_twins():
-    first, second, third = chosen(("jax:m:f", "torch:m:g", "torch:m:h"))
+    first, second, third = choose(("jax:m:f", "torch:m:g", "torch:m:h"))
     assert first.pair == second.pair != third.pair and list(first.calls) == ["jax"]
 
 
 def test_the_place_of_a_rank_is_that_of_its_main_thread():
     thread = "Thread 0x1 (most recent call first):\n"
     others = f'Timeout (0:00:08)!\n{thread}  File "/a/b.py", line 3 in run\n\n{thread}'
-    assert where_at(others + '  File "/a/mine.py", line 7 in f\n  File "/a/c.py", line 9 in g\n') == "mine.py, line 7 in f"
-    assert where_at("nothing of the kind") is None
+    assert find_line(others + '  File "/a/mine.py", line 7 in f\n  File "/a/c.py", line 9 in g\n') == "mine.py, line 7 in f"
+    assert find_line("nothing of the kind") is None
 
 
 def test_a_narrow_terminal_cuts_no_number():
     rich = pytest.importorskip("rich.console")
     from ring_attn_cli.compare import report
     from ring_attn_cli.compare.comparison import Comparison, VariantResult
-    from ring_attn_cli.compare.sweep import sweep_of
+    from ring_attn_cli.compare.sweep import make_sweep
 
     numbers = [measure.Quantity("dsinks", 2.3e-7, 5.6e-7, 12.34, 7.1e-7, 2e-7, 3e-12)]
     result = VariantResult(Case(), "ring", "torch", 2, tuple(numbers), (), (0.01,), 10**9)
-    found = Comparison(sweep_of(["ring"], 2, "torch", 1, 9.0), (result,), (), {})
+    found = Comparison(make_sweep(["ring"], 2, "torch", 1, 9.0), (result,), (), {})
     for columns in (20, 40, 60):
         width = report.width_of(columns)
         console = rich.Console(width=width, record=True, file=io.StringIO())
-        console.print(report.table(found, width))
+        console.print(report.draw(found, width))
         text = console.export_text()
         assert "…" not in text and "2.3e-07" in text and "3e-12" in text, text
 
@@ -169,9 +173,9 @@ def test_a_narrow_terminal_cuts_no_number():
 def test_a_comparison_without_a_result_does_not_pass():
     pytest.importorskip("rich.console")
     from ring_attn_cli.compare.comparison import Comparison
-    from ring_attn_cli.compare.sweep import sweep_of
+    from ring_attn_cli.compare.sweep import make_sweep
 
-    assert not Comparison(sweep_of(["ring"], 2, "torch", 1, 9.0), (), (), {}).passed
+    assert not Comparison(make_sweep(["ring"], 2, "torch", 1, 9.0), (), (), {}).passed
 
 
 @pytest.mark.parametrize(("device", "note"), [("cpu", False), ("gpu", True)])
@@ -180,18 +184,18 @@ def test_the_peak_of_a_process_is_not_shown_as_that_of_a_run(device: str, note: 
     rich = pytest.importorskip("rich.console")
     from ring_attn_cli.compare import export, report
     from ring_attn_cli.compare.comparison import Comparison, VariantResult
-    from ring_attn_cli.compare.sweep import sweep_of
+    from ring_attn_cli.compare.sweep import make_sweep
 
     numbers = (measure.Quantity("out", 2.3e-7, 5.6e-7, 12.34, 7.1e-7, 2e-7, 3e-12),)
     peaks = {"torch": 10**9, "jax": 2 * 10**9}
     results = tuple(VariantResult(Case(device=device), "ring", name, 2, numbers, (), (0.01,), n) for name, n in peaks.items())
-    found = Comparison(sweep_of(["ring"], 2, "jax,torch", 1, 9.0), results, (), {})
+    found = Comparison(make_sweep(["ring"], 2, "jax,torch", 1, 9.0), results, (), {})
     console = rich.Console(width=width, record=True, file=io.StringIO())
-    console.print(report.table(found, width))
+    console.print(report.draw(found, width))
     text = " ".join(console.export_text().split())
     shown = "MiB of JAX on GPUs (*): the peak of its process so far" in text, "1907.3*" in text, "953.7*" in text
     assert shown == (note, note, False)
-    assert [each["peak_of"] for each in export.document(found)["results"]] == ["run", "process" if note else "run"]
+    assert [each["peak_of"] for each in export.describe(found)["results"]] == ["run", "process" if note else "run"]
 
 
 @pytest.mark.parametrize(
@@ -204,4 +208,4 @@ def test_the_peak_of_a_process_is_not_shown_as_that_of_a_run(device: str, note: 
     ],
 )
 def test_a_case_too_large_for_memory_is_answered_with_the_options_to_lower(error: Exception):
-    assert in_words(error).endswith(f"({error}): lower --batch, --length, --heads or --head-dim")
+    assert describe(error).endswith(f"({error}): lower --batch, --length, --heads or --head-dim")

@@ -46,6 +46,7 @@ PUBLIC = {
     "dot_product_attention",
     "plan",
     "compare",
+    "demo",
     "generate",
     "doctor",
     "compile_kernels",
@@ -71,7 +72,8 @@ FORWARDED = {
     "Generation.of": "what RingTransformer.generate was given",
     "the_call": "the fields of RingCall",
     "run": "the fields of compare's Case",
-    "sweep_of": "the fields of compare's Case",
+    "make_sweep": "the fields of compare's Case",
+    "Evidence.attend": "the arguments of exact",
     "RingInnerAttention.forward": "those of torchtitan's other inner attentions",
     "_add_stage": "what Triton hands to its hook",
 }

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import time
 from typing import Any
 
@@ -44,14 +43,6 @@ def wrong_scale(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
     return _attend(q, k, v, arguments | {"scale": 1.0})
 
 
-def transposed_heads(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
-    """Read (kv_heads, group) as (group, kv_heads)."""
-    out, lse = _attend(q, k, v, arguments)
-    b, s, h, d = out.shape
-    g = k.shape[2]
-    return out.reshape(b, s, g, h // g, d).swapaxes(2, 3).reshape(b, s, h, d), lse
-
-
 def in_bfloat16(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
     q, k, v = (_cast(x, "bfloat16") for x in (q, k, v))
     out, lse = _attend(q, k, v, arguments)
@@ -60,11 +51,6 @@ def in_bfloat16(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
 
 def lost_gradient(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
     return _attend(q, _detached(k), v, arguments)
-
-
-def base_two(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
-    out, lse = _attend(q, k, v, arguments)
-    return out, lse / math.log(2)
 
 
 def own_keys(q: Any, k: Any, v: Any, *, mask: Any, scale: float) -> Any:
@@ -85,20 +71,6 @@ def half_of_dv(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
 
 def strict_mask(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
     """Mask own and future keys with -1e30, so that query 0 attends equally to all keys."""
-    scores, v, xp = _scores(q, k, v, arguments, strict=True)
-    weights = xp.exp(scores - xp.amax(scores, -1)[..., None])
-    return xp.einsum("bsht,bthd->bshd", weights / weights.sum(-1)[..., None], v)
-
-
-def without_delta(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
-    """Treat lse as a constant in the backward of the softmax: ds = p * dp, without rowsum(dout * out)."""
-    scores, v, xp = _scores(q, k, v, arguments, strict=False)
-    lse = xp.log(xp.exp(scores).sum(-1))
-    return xp.einsum("bsht,bthd->bshd", xp.exp(scores - _detached(lse)[..., None]), v), lse
-
-
-def _scores(q: Any, k: Any, v: Any, arguments: dict[str, Any], strict: bool) -> tuple[Any, Any, Any]:
-    """Return scores [b s h t] over all keys, the values of all keys for every query head, and torch or jax.numpy."""
     rank: Any
     layout, length = arguments["layout"], arguments["length"]
     if _in_torch(q):
@@ -107,11 +79,8 @@ def _scores(q: Any, k: Any, v: Any, arguments: dict[str, Any], strict: bool) -> 
 
         from ring_attn_torch import gather, positions
 
-        ring, rank, ranks = (
-            {"group": arguments["group"]},
-            dist.get_rank(arguments["group"]),
-            dist.get_world_size(arguments["group"]),
-        )
+        group = arguments["group"]
+        ring, rank, ranks = {"group": group}, dist.get_rank(group), dist.get_world_size(group)
         repeated = lambda x: x.repeat_interleave(q.shape[2] // k.shape[2], 2)
     else:
         import jax.numpy as xp
@@ -125,8 +94,9 @@ def _scores(q: Any, k: Any, v: Any, arguments: dict[str, Any], strict: bool) -> 
     mine: Any = positions(layout, ranks, length, rank)
     k, v = (repeated(gather(x, layout=layout, length=length, **ring)) for x in (k, v))
     lag = mine[:, None] - xp.arange(length)
-    scores = arguments["scale"] * xp.einsum("bshd,bthd->bsht", q, k)
-    return xp.where((lag > 0 if strict else lag >= 0)[:, None], scores, -1e30), v, xp
+    scores = xp.where((lag > 0)[:, None], arguments["scale"] * xp.einsum("bshd,bthd->bsht", q, k), -1e30)
+    weights = xp.exp(scores - xp.amax(scores, -1)[..., None])
+    return xp.einsum("bsht,bthd->bshd", weights / weights.sum(-1)[..., None], v)
 
 
 def half_of_q(q: Any, k: Any, v: Any) -> Any:

@@ -1,8 +1,8 @@
 """``ring-attn compare``: a comparison of attention in JAX and PyTorch with a float64 reference, on one device and on a ring.
 
 All variants get equal inputs. ``variants.py`` lists the variants, and ``oracles.py`` computes the expected results.
-``torch_side.py`` and ``jax_side.py`` run the variants in separate processes. ``measure.py`` measures the error of each result,
-and ``diagnosis`` names the likely cause of an error above its bound.
+``torch_worker.py`` and ``jax_worker.py`` run them in separate processes. ``measure.py`` measures the error of each result, and
+``diagnosis.py`` names the likely cause of an error above its bound.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def run(
     answer for ``patience`` seconds.
     """
     from .comparison import compare
-    from .sweep import sweep_of
+    from .sweep import make_sweep
 
-    sweep = sweep_of(variants, ranks, framework, repeats, patience, **arguments)
+    sweep = make_sweep(variants, ranks, framework, repeats, patience, **arguments)
     check_files(json, png)
-    return written(compare(sweep), json, png)
+    return write(compare(sweep), json, png)
 
 
 def check_files(json: str | Path | None, png: str | Path | None) -> None:
@@ -57,14 +57,14 @@ def check_files(json: str | Path | None, png: str | Path | None) -> None:
             check_writable(Path(path))
 
 
-def written(comparison: Comparison, json: str | Path | None, png: str | Path | None) -> Comparison:
+def write(comparison: Comparison, json: str | Path | None, png: str | Path | None) -> Comparison:
     """Write ``comparison`` to each file whose path is not None, and return ``comparison``."""
     from json import dumps
 
     from . import export, picture
 
     if json is not None:
-        Path(json).write_text(dumps(export.document(comparison), indent=1) + "\n")
+        Path(json).write_text(dumps(export.describe(comparison), indent=1) + "\n")
     if png is not None:
         picture.save(comparison, Path(png))
     return comparison

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -92,23 +92,16 @@ class Case:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
-    def options(self) -> Options:
-        return Options(
-            layout=self.layout,
-            mask=self.band,
-            length=self.length,
-            scale=self.scale,
-            softcap=self.softcap,
-            dropout_rate=self.dropout_rate,
-            strategy=self.strategy,
-            backend=self.backend,
-        )
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of ring_attention that are not arrays, without the seed of dropout."""
+        names = ("layout", "length", "scale", "softcap", "dropout_rate", "strategy", "backend")
+        return {name: getattr(self, name) for name in names} | {"mask": self.band}
 
     def problem(self, ranks: int) -> Problem:
         """Return one rank's call of ``ring_attention`` on a CPU ring as a ``Problem``, without optional arrays and dropout."""
         local = self.plan(ranks).seq_local
         q, k = ((self.batch, local, heads, self.head_dim) for heads in (self.heads, self.kv_heads))
-        options = replace(self.options, dropout_rate=0.0)  # a problem with dropout needs a seed
+        options = replace(Options(**self.options), dropout_rate=0.0)  # a problem with dropout needs a seed
         return Problem(q, k, k, (self.dtype, self.dtype, self.dtype), "cpu", ranks, options)
 
     def plan(self, ranks: int) -> RingPlan:
@@ -159,7 +152,3 @@ class Case:
     @property
     def slopes(self) -> np.ndarray | None:
         return np.array(alibi_slopes(self.heads), self.working) if self.alibi else None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return every field as a JSON-compatible dict."""
-        return asdict(self)

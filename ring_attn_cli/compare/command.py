@@ -1,4 +1,4 @@
-"""The command ``ring-attn compare`` and its options; ``diagnosis/`` names the likely causes of an error above its bound."""
+"""The command ``ring-attn compare`` and its options."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ from ring_attn_core.layouts import LAYOUTS
 
 from ..error_reporting import errors_in_one_line
 
-Several = "one value, or several with commas between them"
+ONE_OR_SEVERAL = "one value, or several with commas between them"
+
+
+SEVERAL = dict.fromkeys(("ranks", "length", "heads", "head_dim", "segments", "dilations"), int)
+SEVERAL |= dict.fromkeys(("dtype", "layout", "backend"), str)
+"""Options that take values with commas between them, and the type of a value."""
+OUTPUT = "variants", "variant", "json", "png", "bibtex"
+"""Options that ``make_sweep`` does not take."""
 
 
 def compare(
+    context: typer.Context,
     variants: Annotated[
         list[str] | None,
         typer.Argument(
@@ -24,16 +32,16 @@ def compare(
         ),
     ] = None,
     variant: Annotated[list[str] | None, typer.Option(help="A variant, as in the arguments; may be repeated.")] = None,
-    ranks: Annotated[str, typer.Option(help=f"Number of ranks; {Several}.")] = "2",
-    length: Annotated[str, typer.Option(help=f"Number of tokens in the sequence; {Several}.")] = "512",
-    heads: Annotated[str, typer.Option(help=f"Number of query heads; {Several}.")] = "4",
+    ranks: Annotated[str, typer.Option(help=f"Number of ranks; {ONE_OR_SEVERAL}.")] = "2",
+    length: Annotated[str, typer.Option(help=f"Number of tokens in the sequence; {ONE_OR_SEVERAL}.")] = "512",
+    heads: Annotated[str, typer.Option(help=f"Number of query heads; {ONE_OR_SEVERAL}.")] = "4",
     kv_heads: Annotated[int, typer.Option(help="Number of key heads, which divides the number of query heads.")] = 2,
-    head_dim: Annotated[str, typer.Option(help=f"Width of a head; {Several}.")] = "32",
+    head_dim: Annotated[str, typer.Option(help=f"Width of a head; {ONE_OR_SEVERAL}.")] = "32",
     batch: Annotated[int, typer.Option(help="Number of rows in the batch.")] = 1,
-    dtype: Annotated[str, typer.Option(help=f"float32, bfloat16, float16, float64; {Several}.")] = "float32",
-    layout: Annotated[str, typer.Option(help=f"{', '.join(LAYOUTS)}; {Several}.")] = "zigzag",
+    dtype: Annotated[str, typer.Option(help=f"float32, bfloat16, float16, float64; {ONE_OR_SEVERAL}.")] = "float32",
+    layout: Annotated[str, typer.Option(help=f"{', '.join(LAYOUTS)}; {ONE_OR_SEVERAL}.")] = "zigzag",
     mask: Annotated[str, typer.Option(help="causal[:offset], full, window:before, sliding_window:before:after.")] = "causal",
-    backend: Annotated[str, typer.Option(help=f"Backend of ring_attention; {Several}.")] = "auto",
+    backend: Annotated[str, typer.Option(help=f"Backend of ring_attention; {ONE_OR_SEVERAL}.")] = "auto",
     strategy: Annotated[str, typer.Option(help="Strategy of ring_attention.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu or gpu: with gpu each rank needs its own.")] = "cpu",
     scale: Annotated[float | None, typer.Option(help="Factor of q . k in a score.", show_default="head_dim ** -0.5")] = None,
@@ -59,48 +67,41 @@ def compare(
     patience: Annotated[float, typer.Option(help="Seconds to wait for a rank's answer before the command fails.")] = 300.0,
     json: Annotated[Path | None, typer.Option(help="Write every number to this file.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw errors and times to this file, a .png or .svg.")] = None,
-    bibtex: Annotated[bool, typer.Option("--bibtex", help="Print a BibTeX entry with the versions used.")] = False,
+    bibtex: Annotated[bool, typer.Option("--bibtex", hidden=True)] = False,
 ) -> None:
     """Compare attention variants of JAX and PyTorch to a float64 reference and to each other.
 
     Exit with status 1 if an error exceeds its bound.
     """
-    lists = {"length": (length, int), "heads": (heads, int), "head_dim": (head_dim, int)}
-    lists |= {"dtype": (dtype, str), "layout": (layout, str), "backend": (backend, str)}
-    lists |= {"segments": (segments, int), "dilations": (dilations, int)}
-    of_case = {"kv_heads": kv_heads, "batch": batch, "mask": mask, "strategy": strategy, "device": device, "scale": scale}
-    of_case |= {"softcap": softcap, "sinks": sinks, "alibi": alibi, "dropout_rate": dropout_rate, "key_mask": key_mask}
-    of_case |= {"documents": documents, "mixing": mixing, "block": block, "summaries": summaries, "window": window, "seed": seed}
     with errors_in_one_line():
         from ..processes import Failure
-        from . import check_files, written
-        from .comparison import compare as found
-        from .export import bibtex as entry
-        from .report import table, width_of
-        from .sweep import sweep_of
+        from . import check_files, write
+        from .comparison import compare as run
+        from .report import draw, width_of
+        from .sweep import make_sweep
 
-        listed = {name: _listed(name, text, kind) for name, (text, kind) in lists.items()}
-        names = [*(variants or []), *(variant or [])]
-        sweep = sweep_of(names, _listed("ranks", ranks, int), framework, repeats, patience, **of_case, **listed)
+        if bibtex:
+            raise ValueError("--bibtex is gone: pass --json FILE, whose command, versions and commit you can cite")
+        others = {name: value for name, value in context.params.items() if name not in OUTPUT}
+        arguments = {name: _parse_list(name, x, SEVERAL[name]) if name in SEVERAL else x for name, x in others.items()}
+        sweep = make_sweep([*(variants or []), *(variant or [])], **arguments)
         check_files(json, png)
         stderr = Console(stderr=True, highlight=False)
         with stderr.status("") as status:
             try:
-                comparison = found(sweep, status.update if stderr.is_terminal else stderr.print)
+                comparison = run(sweep, status.update if stderr.is_terminal else stderr.print)
             except Failure as failure:
                 raise ValueError(str(failure)) from None
-        written(comparison, json, png)
+        write(comparison, json, png)
     width = width_of(shutil.get_terminal_size((140, 24)).columns)  # 140 columns if stdout is not a terminal
-    Console(width=width, highlight=False, markup=False).print(table(comparison, width))
+    Console(width=width, highlight=False, markup=False).print(draw(comparison, width))
     for path in (json, png):
         if path is not None:
             typer.echo(f"wrote {path}")
-    if bibtex:
-        typer.echo(entry(comparison))
     raise typer.Exit(0 if comparison.passed else 1)
 
 
-def _listed(name: str, text: str, kind: type) -> tuple[Any, ...]:
+def _parse_list(name: str, text: str, kind: type) -> tuple[Any, ...]:
     """Convert the comma-separated values of option ``name`` to the type ``kind``. Raise ValueError if one cannot be converted."""
     try:
         return tuple(kind(part.strip()) for part in text.split(",") if part.strip())

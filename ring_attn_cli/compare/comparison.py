@@ -9,9 +9,9 @@ from statistics import median
 
 from .cases import Arrays, Case
 from .diagnosis import Evidence, diagnose
-from .measure import Quantity, apart, quantities
+from .measure import Quantity, measure
+from .messages import Outcome, Request, join
 from .oracles import ORACLES, Truth
-from .orders import Order, Outcome, joined
 from .pool import Pool, VariantError
 from .sweep import Sweep
 from .variants import ALL, FRAMEWORKS, TITLES, Variant
@@ -91,30 +91,30 @@ class _Contestant:
     ranks: int
     case: Case
 
-    def order(self, kind: str) -> Order:
+    def request(self, kind: str) -> Request:
         variant = self.variant
-        return Order(kind, variant.calls[self.framework], self.case, self.ranks, variant.oracle, variant.user)
+        return Request(kind, variant.calls[self.framework], self.case, self.ranks, variant.oracle, variant.user)
 
 
 def compare(sweep: Sweep, tell: Tell = lambda words: None) -> Comparison:
     """Run a sweep and return its results. Call ``tell`` with a progress message before each stage."""
-    frameworks = _installed(sweep)
-    cells, left_out = _contestants(sweep, frameworks)
+    frameworks = _find_installed(sweep)
+    cells, left_out = _choose_contestants(sweep, frameworks)
     needed = tuple(name for name in FRAMEWORKS if any(each.framework == name for cell in cells for each in cell))
     tell(f"starting {' and '.join(TITLES[name] for name in needed)}")
     results: list[VariantResult] = []
     with Pool(needed, sweep.rings, sweep.cases[0].device, sweep.patience) as pool:
         for cell in cells:
-            found, refused = _cell(pool, sweep, cell, tell)
+            found, refused = _run_cell(pool, sweep, cell, tell)
             results += found
             left_out += refused
         kinds = pool.kinds
     if not results:
-        raise ValueError(_nothing(left_out))
-    return Comparison(sweep, tuple(results), tuple(_together(left_out)), kinds)
+        raise ValueError(_join_reasons(left_out))
+    return Comparison(sweep, tuple(results), tuple(_merge_rings(left_out)), kinds)
 
 
-def _installed(sweep: Sweep) -> tuple[str, ...]:
+def _find_installed(sweep: Sweep) -> tuple[str, ...]:
     """Return the requested frameworks that are installed. Raise ValueError if none is installed."""
     missing = {name: [each for each in NEEDS[name] if find_spec(each) is None] for name in sweep.frameworks}
     there = tuple(name for name in sweep.frameworks if not missing[name])
@@ -124,7 +124,7 @@ def _installed(sweep: Sweep) -> tuple[str, ...]:
     return there
 
 
-def _contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[list[_Contestant]], list[SkippedVariant]]:
+def _choose_contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[list[_Contestant]], list[SkippedVariant]]:
     """Return for each case the combinations (variant, framework, ranks) to run, and a list of those left out, with reasons."""
     cells, left_out = [], []
     for case in sweep.cases:
@@ -141,46 +141,45 @@ def _contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[list[_
                     elif variant.user is None or framework in variant.calls:
                         reasons.append(SkippedVariant(variant.name, framework, (ranks,), reason))
             if len(cell) == before and variant.name in sweep.named:
-                raise ValueError(_nothing(reasons) if reasons else f"{variant.name} runs in none of {', '.join(frameworks)}")
+                raise ValueError(_join_reasons(reasons) if reasons else f"{variant.name} runs in none of {', '.join(frameworks)}")
             left_out += reasons
         cells.append(cell)
     if not any(cells):
-        raise ValueError(_nothing(left_out))
+        raise ValueError(_join_reasons(left_out))
     return cells, left_out
 
 
-def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tuple[list[VariantResult], list[SkippedVariant]]:
+def _run_cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tuple[list[VariantResult], list[SkippedVariant]]:
     """Run, judge and time the contestants of one case. Return their results, and the variants skipped because they failed."""
-    outcomes: dict[_Contestant, Outcome] = {}
+    outcomes: dict[_Contestant, list[Outcome]] = {}
     refused = []
     for each in cell:
         tell(f"{each.variant.name} in {TITLES[each.framework]}, {each.ranks} ranks, {each.case.length} tokens")
         try:
-            outcomes[each] = pool.prepare(each.framework, each.order("prepare"))
+            outcomes[each] = pool.ask(each.framework, each.request("prepare"))
         except VariantError as error:
             if not (error.everywhere and ALL in sweep.named and each.variant.user is None):
                 raise ValueError(f"{each.variant.name} {error}") from None
             refused.append(SkippedVariant(each.variant.name, each.framework, (each.ranks,), str(error)))
-    whole = {
-        each: joined(outcome.shards, ORACLES[each.variant.oracle].sharded, each.case.plan(each.ranks))
-        for each, outcome in outcomes.items()
-    }
+    whole = {each: join(of, ORACLES[each.variant.oracle].sharded, each.case.plan(each.ranks)) for each, of in outcomes.items()}
     tell("float64 truth")
     truths: dict[object, Truth] = {}
-    rows = {each: _judged(each, outcome.cotangents, whole, truths) for each, outcome in outcomes.items()}
-    peaks = {each: pool.peak_bytes(each.framework, each.order("memory")) for each in outcomes}
+    rows = {each: _judge(each, of[0].cotangents, whole, truths) for each, of in outcomes.items()}
+    ask = lambda each, kind: pool.ask(each.framework, each.request(kind))
+    peaks = {each: ask(each, "memory") for each in outcomes}
     seconds: dict[_Contestant, list[float]] = {each: [] for each in outcomes}
     for turn in range(sweep.repeats):
         tell(f"time, turn {turn + 1} of {sweep.repeats}")
         contestants = list(outcomes)
         for each in contestants[turn % len(contestants) :] + contestants[: turn % len(contestants)]:  # rotate who runs first
-            seconds[each].append(pool.seconds(each.framework, each.order("time")))
+            seconds[each].append(max(ask(each, "time")))
     for each in outcomes:
-        pool.forget(each.framework, each.order("forget"))
-    return [replace(row, seconds=tuple(seconds[each]), peak_bytes=peaks[each]) for each, row in rows.items()], refused
+        ask(each, "forget")
+    total = {each: None if None in of else sum(of) for each, of in peaks.items()}
+    return [replace(row, seconds=tuple(seconds[each]), peak_bytes=total[each]) for each, row in rows.items()], refused
 
 
-def _judged(
+def _judge(
     one: _Contestant, cotangents: frozenset[str], whole: dict[_Contestant, Arrays], truths: dict[object, Truth]
 ) -> VariantResult:
     """Compare the arrays of a contestant with the truth, with those on one device, and with those of the other framework.
@@ -192,19 +191,17 @@ def _judged(
     if key not in truths:
         truths[key] = oracle.truth(one.case, inputs, cotangents)
     truth, got = truths[key], whole[one]
-    found = quantities(got, truth.exact, truth.bounds, one.case.dtype)
     alone = whole.get(replace(one, ranks=1)) if one.ranks > 1 else None
     same = lambda other: other.variant.pair == one.variant.pair and other.ranks == one.ranks and other.framework != one.framework
     other = next((whole[each] for each in whole if same(each)), None)
-    between = lambda name, theirs: None if theirs is None or name not in theirs else apart(got[name], theirs[name])
-    found = [replace(x, from_one_device=between(x.name, alone), from_other_framework=between(x.name, other)) for x in found]
+    found = measure(got, truth.exact, truth.bounds, one.case.dtype, alone, other)
     missed = [quantity.name for quantity in found if not quantity.within]
     evidence = Evidence(one.case, one.case.plan(one.ranks), inputs, truth, got, missed, cotangents, alone)
     words = diagnose(evidence, one.variant.oracle == "attention")
     return VariantResult(one.case, one.variant.name, one.framework, one.ranks, tuple(found), tuple(words), (), None, truth.part)
 
 
-def _together(left_out: list[SkippedVariant]) -> list[SkippedVariant]:
+def _merge_rings(left_out: list[SkippedVariant]) -> list[SkippedVariant]:
     """Merge the skipped variants that differ only in ``ranks``."""
     rings: dict[tuple[str, str, str], set[int]] = {}
     for each in left_out:
@@ -212,6 +209,6 @@ def _together(left_out: list[SkippedVariant]) -> list[SkippedVariant]:
     return [SkippedVariant(name, framework, tuple(sorted(ranks)), reason) for (name, framework, reason), ranks in rings.items()]
 
 
-def _nothing(reasons: list[SkippedVariant]) -> str:
+def _join_reasons(reasons: list[SkippedVariant]) -> str:
     """Return the message that says why nothing runs, with each reason once."""
     return "; ".join(dict.fromkeys(f"{each.variant} in {TITLES[each.framework]}: {each.reason}" for each in reasons))

@@ -1,4 +1,4 @@
-"""Export of a comparison: JSON of a versioned schema (described in docs/compare.md), and a BibTeX entry."""
+"""Export of a comparison as JSON of a versioned schema, described in docs/compare.md."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ PACKAGES = (
 )  # fmt: skip
 
 
-def document(comparison: Comparison) -> dict[str, Any]:
+def describe(comparison: Comparison) -> dict[str, Any]:
     """Return every number of a comparison as JSON-compatible data; infinities and NaN become the strings "inf" and "nan"."""
-    return _carried(
+    return _encode(
         {
             "schema": SCHEMA,
             "passed": comparison.passed,
-            "command": command(),
+            "command": _command(),
             "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "commit": commit(),
+            "commit": _commit(),
             "versions": versions(),
-            "hardware": hardware(comparison),
+            "hardware": {"machine": platform.platform(), "cpu": _cpu(), "devices": comparison.kinds},
             "variants": list(comparison.sweep.named),
             "swept": comparison.sweep.axis or None,
             "repeats": comparison.sweep.repeats,
@@ -49,7 +49,7 @@ def _result(result: VariantResult) -> dict[str, Any]:
         "variant": result.variant,
         "framework": result.framework,
         "ranks": result.ranks,
-        "case": result.case.as_dict(),
+        "case": asdict(result.case),
         "passed": result.passed,
         "truth_of": result.part or "all",
         "quantities": [asdict(quantity) | {"within": quantity.within} for quantity in result.quantities],
@@ -61,21 +61,21 @@ def _result(result: VariantResult) -> dict[str, Any]:
     }
 
 
-def _carried(x: Any) -> Any:
+def _encode(x: Any) -> Any:
     if isinstance(x, dict):
-        return {name: _carried(value) for name, value in x.items()}
+        return {name: _encode(value) for name, value in x.items()}
     if isinstance(x, list | tuple):
-        return [_carried(value) for value in x]
+        return [_encode(value) for value in x]
     return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
-def command() -> str:
+def _command() -> str:
     """Return the command line of this process."""
     program = Path(sys.argv[0]).name
     return shlex.join(["ring-attn" if program in ("main.py", "ring-attn") else program, *sys.argv[1:]])
 
 
-def commit() -> str | None:
+def _commit() -> str | None:
     """Return the git commit of this file's checkout, with "+" if tracked files changed; None if git or checkout is missing."""
     git = lambda *words: subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     try:
@@ -98,32 +98,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def hardware(comparison: Comparison) -> dict[str, Any]:
-    """Return the machine, its processor, and the devices of each framework."""
-    return {"machine": platform.platform(), "cpu": _cpu(), "devices": comparison.kinds}
-
-
 def _cpu() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def bibtex(comparison: Comparison) -> str:
-    """Return a BibTeX entry that cites this run: variants, command, versions, devices, date and, if known, commit."""
-    now = datetime.now(UTC)
-    with_versions = ", ".join(f"{name} {number}" for name, number in versions().items())
-    device = " and ".join(dict.fromkeys([*comparison.kinds.values()])).replace("cpu", _cpu())
-    at = commit()
-    escaped = lambda text: text.replace("\\", "").replace("_", r"\_").replace("&", r"\&").replace("%", r"\%").replace("#", r"\#")
-    note = f"{with_versions}; {device}" + (f"; commit {at}" if at else "")
-    fields = {
-        "author": "{ring-attn authors}",
-        "title": f"ring-attn compare: {escaped(', '.join(comparison.sweep.named))}",
-        "year": f"{now.year}",
-        "howpublished": rf"\texttt{{{escaped(command())}}}",
-        "note": escaped(note),
-    }
-    return f"@misc{{ring-attn-compare-{now:%Y%m%d}, " + ", ".join(f"{name} = {{{value}}}" for name, value in fields.items()) + "}"

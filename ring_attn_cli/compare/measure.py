@@ -1,10 +1,9 @@
-"""Error and cost of a result: relative norm, largest difference, units in the last place, bitwise equality, peak memory."""
+"""The error of a result: relative norm, largest difference, units in the last place, bitwise equality."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -12,6 +11,8 @@ from ring_attn_core.reference.tolerance import relative_error
 
 DIGITS = {"float64": (52, -1022), "float32": (23, -126), "float16": (10, -14), "bfloat16": (7, -126)}
 """Fraction bits of each dtype, and the exponent of its smallest normal number."""
+
+Arrays = Mapping[str, np.ndarray]
 
 STATE = "lse", "dsinks", "loss"
 """Results that are computed in at least float32, whatever the dtype of the inputs."""
@@ -36,17 +37,19 @@ class Quantity:
         return self.relative <= self.bound
 
 
-def quantities(
-    got: Mapping[str, np.ndarray], exact: Mapping[str, np.ndarray], bounds: Mapping[str, float], dtype: str
+def measure(
+    got: Arrays, exact: Arrays, bounds: Mapping[str, float], dtype: str, alone: Arrays | None = None, other: Arrays | None = None
 ) -> list[Quantity]:
-    """Return a Quantity for each array in both; ``exact`` may cover only leading rows and heads, and only these are compared."""
+    """Return a Quantity for each array in both; ``exact`` may cover only leading rows and heads, and only these are compared.
+    ``alone``, ``other``: the same arrays on one device and in the other framework, if they are known."""
     found = []
     for name, truth in exact.items():
         if name in got:
             kept = "float32" if name in STATE and dtype != "float64" else dtype
             mine = first(got[name], truth)
-            largest, ulps = largest_difference(mine, truth), largest_ulps(mine, truth, kept)
-            found.append(Quantity(name, relative_error(mine, truth), largest, ulps, bounds[name]))
+            sizes = relative_error(mine, truth), largest_difference(mine, truth), largest_ulps(mine, truth, kept)
+            beside = (None if x is None or name not in x else apart(got[name], x[name]) for x in (alone, other))
+            found.append(Quantity(name, *sizes, bounds[name], *beside))
     return found
 
 
@@ -88,22 +91,3 @@ def apart(got: np.ndarray, other: np.ndarray) -> float:
     if got.shape == other.shape and got.dtype == other.dtype and got.tobytes() == other.tobytes():
         return 0.0
     return max(relative_error(got, other), np.finfo(np.float64).tiny)
-
-
-class ResidentMemory:
-    """The resident bytes of this process at its peak beyond those at construction; ``peak`` is None without ``/proc``."""
-
-    def __init__(self) -> None:
-        try:
-            Path("/proc/self/clear_refs").write_text("5")  # reset the peak: imports and inputs may have needed more
-            self._before: int | None = _status("VmRSS")
-        except (OSError, StopIteration):
-            self._before = None
-
-    def peak(self) -> int | None:
-        return None if self._before is None else max(_status("VmHWM") - self._before, 0)
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -58,6 +58,12 @@ class Oracle:
     paddings: dict[str, object] = field(default_factory=lambda: {"key_mask": False})
 
 
+def make_truth(exact: Arrays, plain: Arrays, dtype: str, **bounds: float) -> Truth:
+    """Return the truth of all arrays. ``bounds`` are those that do not follow from the error of the same array."""
+    usual = {name: bound(plain[name], x, dtype) for name, x in exact.items() if name not in bounds}
+    return Truth(exact, plain, usual | bounds)
+
+
 def _attention_inputs(case: Case) -> GlobalArrays:
     rows = (case.batch, case.length)
     q, kv = (*rows, case.heads, case.head_dim), (*rows, case.kv_heads, case.head_dim)
@@ -81,17 +87,13 @@ With more pairs, only batch row 0 and key head 0 are computed.
 
 def _attention_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[str]) -> Truth:
     arrays = first_heads(case, inputs, cotangents, whole=case.batch * case.heads * case.length**2 <= MOST_PAIRS)
-    of_exact = exact(**arrays, mask=case.band, **case.scalars)
-    of_plain = plain(**arrays, mask=case.band, dtype=case.dtype, **case.scalars)
-    truth = Truth(by_name(of_exact), by_name(of_plain), {})
-    bounds = {name: bound(truth.plain[name], x, case.dtype) for name, x in truth.exact.items() if name != "dsinks"}
-    if of_exact.dsinks is not None:
-        bounds["dsinks"] = bound_of_sinks(of_plain, of_exact, arrays, case.dtype)
+    right = exact(**arrays, mask=case.band, **case.scalars)
+    rough = plain(**arrays, mask=case.band, dtype=case.dtype, **case.scalars)
     part = "" if arrays["q"].shape == inputs.arrays["q"].shape else "the first batch row and the query heads of key head 0"
     if part and case.batch > 1:  # the gradient of a sink is a sum over all rows
-        bounds.pop("dsinks", None)
-        truth.exact.pop("dsinks", None)
-    return Truth(truth.exact, truth.plain, bounds, part)
+        right = right._replace(dsinks=None)
+    of_sinks = {} if right.dsinks is None else {"dsinks": bound_of_sinks(rough, right, arrays, case.dtype)}
+    return replace(make_truth(by_name(right), by_name(rough), case.dtype, **of_sinks), part=part)
 
 
 def first_heads(case: Case, inputs: GlobalArrays, cotangents: Collection[str], whole: bool = False) -> Arrays:
@@ -113,9 +115,13 @@ def by_name(attention: Attention | summary.SummaryAttended) -> Arrays:
     return {name: x for name, x in attention._asdict().items() if x is not None}
 
 
+def _attention_shapes(case: Case) -> dict[str, tuple[int, int]]:
+    dim, kv = case.heads * case.head_dim, case.kv_heads * case.head_dim
+    return {"q": (dim, dim), "k": (kv, dim), "v": (kv, dim), "o": (dim, dim)}
+
+
 def _layer_inputs(case: Case) -> GlobalArrays:
-    dim, width, kv_width = (case.heads * case.head_dim,) * 2 + (case.kv_heads * case.head_dim,)
-    shapes = {"q": (width, dim), "k": (kv_width, dim), "v": (kv_width, dim), "o": (dim, width)}
+    dim, shapes = case.heads * case.head_dim, _attention_shapes(case)
     drawn = case.normal(5, *shapes.values(), rounded=False)
     weights = {f"{name}.weight": w * case.working(dim**-0.5) for name, w in zip(shapes, drawn, strict=True)}
     if case.sinks:
@@ -132,23 +138,17 @@ def _layers(case: Case, dtype: str | None) -> Layers:
 def _layer_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[str]) -> Truth:
     weights = {name: inputs.arrays[name] for name in inputs.leaves if name != "x"}
     arguments = weights, inputs.arrays["x"], inputs.cotangents["out"]
-    right, rough = (_layers(case, dtype).layer(*arguments) for dtype in (None, case.dtype))
-    return Truth(right, rough, {name: bound(rough[name], x, case.dtype) for name, x in right.items()})
+    return make_truth(*(_layers(case, dtype).layer(*arguments) for dtype in (None, case.dtype)), case.dtype)
 
 
 def _transformer_inputs(case: Case) -> GlobalArrays:
     dim, hidden = case.heads * case.head_dim, 2 * case.heads * case.head_dim
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, dim), "norm.weight": (dim,)}
     for at in (f"blocks.{i}." for i in range(DEPTH)):
-        kv = (case.kv_heads * case.head_dim, dim)
-        heads = {"q": (dim, dim), "k": kv, "v": kv, "o": (dim, dim)}
-        shapes |= {f"{at}attention.{name}.weight": shape for name, shape in heads.items()}
+        shapes |= {f"{at}attention.{name}.weight": shape for name, shape in _attention_shapes(case).items()}
         shapes |= {f"{at}attention.sinks": (case.heads,)} if case.sinks else {}
-        shapes |= {
-            f"{at}mlp.gate.weight": (hidden, dim),
-            f"{at}mlp.up.weight": (hidden, dim),
-            f"{at}mlp.down.weight": (dim, hidden),
-        }
+        shapes |= {f"{at}mlp.{name}.weight": (hidden, dim) for name in ("gate", "up")}
+        shapes |= {f"{at}mlp.down.weight": (dim, hidden)}
         shapes |= {f"{at}{name}_norm.weight": (dim,) for name in ("attention", "mlp")}
     drawn = dict(zip(shapes, case.normal(5, *shapes.values(), rounded=False), strict=True))
     deviation = {2: case.working(dim**-0.5), 1: case.working(0.2)}
@@ -163,13 +163,12 @@ def _transformer_inputs(case: Case) -> GlobalArrays:
 def _transformer_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[str]) -> Truth:
     weights = {name: inputs.arrays[name] for name in inputs.leaves}
     arguments = weights, inputs.arrays["ids"], inputs.arrays["labels"]
-    right, rough = (_layers(case, dtype).transformer(*arguments) for dtype in (None, case.dtype))
-    bounds = {name: bound(rough[name], x, case.dtype) for name, x in right.items()}
+    truth = make_truth(*(_layers(case, dtype).transformer(*arguments) for dtype in (None, case.dtype)), case.dtype)
     # The plain loss is one number, which may be accurate by luck. The loss of a token changes by at most twice the largest change
     # of its logits, so the mean over T tokens changes by at most 2 ||change|| / sqrt(T).
-    moved = bounds["logits"] * np.linalg.norm(right["logits"]) / (case.batch * case.length) ** 0.5
-    bounds["loss"] += float(2 * moved / abs(right["loss"]))
-    return Truth(right, rough, bounds)
+    moved = truth.bounds["logits"] * np.linalg.norm(truth.exact["logits"]) / (case.batch * case.length) ** 0.5
+    truth.bounds["loss"] += float(2 * moved / abs(truth.exact["loss"]))
+    return truth
 
 
 def _dilated_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[str]) -> Truth:
@@ -177,8 +176,7 @@ def _dilated_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[str]
         case.segments, case.dilations, case.mixing, case.band, inputs.arrays.get("key_mask"), case.scale, case.softcap
     )
     arrays = _qkv(inputs)
-    right, rough = by_name(dilated.exact(*arrays, call)), by_name(dilated.plain(*arrays, call, case.dtype))
-    return Truth(right, rough, {name: bound(rough[name], x, case.dtype) for name, x in right.items()})
+    return make_truth(by_name(dilated.exact(*arrays, call)), by_name(dilated.plain(*arrays, call, case.dtype)), case.dtype)
 
 
 def _summary_inputs(case: Case) -> GlobalArrays:
@@ -190,18 +188,17 @@ def _summary_inputs(case: Case) -> GlobalArrays:
 def _summary_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[str]) -> Truth:
     pool, key_mask = inputs.arrays["pool"], inputs.arrays.get("key_mask")
     features = summary.SummaryFeatures(case.block, case.window, case.summaries, pool, key_mask, case.scale, case.softcap)
-    exact_of: Callable[[QKV], Arrays] = lambda arrays: by_name(summary.exact_summary(*arrays, features))
-    plain_of: Callable[[QKV], Arrays] = lambda arrays: by_name(summary.plain_summary(*arrays, features, case.dtype))
-    arrays = _qkv(inputs)
-    right, rough = exact_of(arrays), plain_of(arrays)
-    bounds = {name: bound(rough[name], x, case.dtype) for name, x in right.items()}
-    q, k, v, *starts = arrays
+    run = lambda *arrays: (
+        by_name(summary.exact_summary(*arrays, features)),
+        by_name(summary.plain_summary(*arrays, features, case.dtype)),
+    )
+    q, k, v, *starts = _qkv(inputs)
+    truth = make_truth(*run(q, k, v, *starts), case.dtype)
     for draw in range(3):  # dpool has few entries, which may be accurate by luck: take the worst of four draws
         rng = np.random.default_rng((case.seed, 8, draw))
-        dout, dlse = (rng.permutation(x.ravel()).reshape(x.shape) for x in starts)
-        others = q, k, v, dout, dlse
-        bounds["dpool"] = max(bounds["dpool"], bound(plain_of(others)["dpool"], exact_of(others)["dpool"], case.dtype))
-    return Truth(right, rough, bounds)
+        right, rough = run(q, k, v, *(rng.permutation(x.ravel()).reshape(x.shape) for x in starts))
+        truth.bounds["dpool"] = max(truth.bounds["dpool"], bound(rough["dpool"], right["dpool"], case.dtype))
+    return truth
 
 
 def _qkv(inputs: GlobalArrays) -> QKV:

@@ -25,34 +25,34 @@ def width_of(columns: int) -> int:
     return max(columns, NARROWEST)
 
 
-def table(comparison: Comparison, width: int = WIDE) -> Group:
+def draw(comparison: Comparison, width: int = WIDE) -> Group:
     """Return the whole report, with the reasons and the verdict, for a console of ``width`` columns."""
+    results = comparison.results
+    parts = [f"left out: {each.variant} in {TITLES[each.framework]}, {_name_rings(each.ranks)}: {each.reason}"
+             for each in comparison.left_out]  # fmt: skip
+    parts += [f"{result.label}: the truth is that of {result.part}" for result in results if result.part]
+    causes = [Text.assemble((f"{result.label}: ", "bold red"), words) for result in results for words in result.diagnosis]
+    judged = [quantity for result in results for quantity in result.quantities]
+    missed = sum(not quantity.within for quantity in judged)
+    verdict = f"{missed} of {len(judged)} bounds are missed" if missed else f"All {len(judged)} bounds are kept"
+    verdict = Text(verdict, style="bold red" if missed else "bold green")
+    return Group(*draw_tables(comparison, width), *(Text(words, style="dim") for words in parts), *causes, verdict)
+
+
+def draw_tables(comparison: Comparison, width: int = WIDE) -> list[Table | Text]:
+    """Return the tables of all results: one for each case, or one for each result if ``width`` is narrow, and their caption."""
     cases = list(dict.fromkeys(result.case for result in comparison.results))
     swept = [name for name in SWEPT if len({getattr(case, name) for case in cases}) > 1]
     parts: list[Table | Text] = []
     for case in cases:
         results = [result for result in comparison.results if result.case == case]
-        title = ", ".join(
-            f"{name} {getattr(case, name)}" for name in dict.fromkeys(("mask", "layout", "dtype", "length", *swept))
-        )
-        if width >= WIDE:
-            parts.append(_table(title, results))
-        else:
-            parts += [Text(title, style="bold"), *(_one(result) for result in results), Text(CAPTION, style="italic")]
-    parts += [Text(f"left out: {each.variant} in {TITLES[each.framework]}, {_rings(each.ranks)}: {each.reason}", style="dim")
-              for each in comparison.left_out]  # fmt: skip
-    parts += [
-        Text(f"{result.label}: the truth is that of {result.part}", style="dim") for result in comparison.results if result.part
-    ]
-    parts += [
-        Text.assemble((f"{result.label}: ", "bold red"), words) for result in comparison.results for words in result.diagnosis
-    ]
+        names = dict.fromkeys(("mask", "layout", "dtype", "length", *swept))
+        parts.append(Text(", ".join(f"{name} {getattr(case, name)}" for name in names), style="bold"))
+        parts += [_draw_case(results)] if width >= WIDE else map(_draw_result, results)
+        parts.append(Text(CAPTION, style="dim italic"))
     if any(result.peak_of == "process" and result.peak_bytes is not None for result in comparison.results):
         parts.append(Text(OF_PROCESS, style="dim"))
-    judged = [quantity for result in comparison.results for quantity in result.quantities]
-    missed = sum(not quantity.within for quantity in judged)
-    verdict = f"{missed} of {len(judged)} bounds are missed" if missed else f"All {len(judged)} bounds are kept"
-    return Group(*parts, Text(verdict, style="bold red" if missed else "bold green"))
+    return parts
 
 
 OF_ARRAY = "error", "bound", "", "largest", "ulps", "one device", "other"
@@ -67,9 +67,9 @@ OF_PROCESS = (
 )
 
 
-def _table(title: str, results: list[VariantResult]) -> Table:
+def _draw_case(results: list[VariantResult]) -> Table:
     """Return the table of all results of a case."""
-    drawn = Table(title=title, title_justify="left", title_style="bold", caption=CAPTION, caption_justify="left")
+    drawn = Table()
     for name in ("variant", "in", "ranks", "array"):
         drawn.add_column(name, overflow="fold")
     for name in (*OF_ARRAY, "ms", "MiB"):
@@ -77,14 +77,14 @@ def _table(title: str, results: list[VariantResult]) -> Table:
     for result in results:
         variant = result.variant.removeprefix(f"{result.framework}:")  # the next column names the framework
         who, cost = (variant, TITLES[result.framework], str(result.ranks)), _cost(result)
-        for number, quantity in enumerate(shown(result.quantities)):
-            first = number == 0
-            drawn.add_row(*(who if first else ("", "", "")), *_cells(quantity), *(cost if first else ("", "")))
+        for quantity in shown(result.quantities):
+            drawn.add_row(*who, *_cells(quantity), *cost)
+            who, cost = ("", "", ""), ("", "")
         drawn.add_section()
     return drawn
 
 
-def _one(result: VariantResult) -> Table:
+def _draw_result(result: VariantResult) -> Table:
     """Return the table of one result, for a narrow console."""
     milliseconds, memory = _cost(result)
     title = f"{result.label}: {milliseconds} ms, {memory} MiB"
@@ -126,5 +126,5 @@ def _apart(value: float | None) -> str:
     return "" if value is None else "=" if value == 0 else f"{value:.0e}"
 
 
-def _rings(ranks: tuple[int, ...]) -> str:
+def _name_rings(ranks: tuple[int, ...]) -> str:
     return "one device" if ranks == (1,) else f"{', '.join(map(str, ranks))} ranks"

@@ -12,7 +12,7 @@ from ring_attn_core.layouts import check_ranks
 
 from ..processes import check_count
 from .cases import Case
-from .variants import FRAMEWORKS, Variant, chosen
+from .variants import FRAMEWORKS, Variant, choose
 
 SWEPT = "length", "heads", "head_dim", "dtype", "layout", "backend"
 """Arguments of a case that may take several values; ``ranks`` may too."""
@@ -39,17 +39,17 @@ class Sweep:
         return tuple(sorted({1, *self.ranks}))
 
 
-def sweep_of(names: Sequence[str], ranks: Any, framework: str, repeats: int, patience: float, **arguments: Any) -> Sweep:
+def make_sweep(names: Sequence[str], ranks: Any, framework: str, repeats: int, patience: float, **arguments: Any) -> Sweep:
     """Check a request and return its sweep.
     ``arguments``: fields of ``Case``; those in ``SWEPT`` take one value or several. A variant may still refuse a case later."""
-    variants = chosen(tuple(names))
+    variants = choose(tuple(names))
     known = {field.name for field in fields(Case)}
     for name in arguments:
         if name not in known:
             raise ValueError(
                 f"unknown argument {name!r}: choose {', '.join(['ranks', 'framework', 'repeats', 'patience', *known])}"
             )
-    several = {"ranks": listed(ranks)} | {name: listed(arguments.pop(name)) for name in SWEPT if name in arguments}
+    several = {"ranks": make_tuple(ranks)} | {name: make_tuple(arguments.pop(name)) for name in SWEPT if name in arguments}
     for name, values in several.items():
         if not values:
             raise ValueError(f"{name} has no value: pass one, or several with commas between them")
@@ -73,7 +73,7 @@ def sweep_of(names: Sequence[str], ranks: Any, framework: str, repeats: int, pat
     )
 
 
-def listed(value: Any) -> tuple[Any, ...]:
+def make_tuple(value: Any) -> tuple[Any, ...]:
     """Return one value or several as a tuple without duplicates."""
     several = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
     return tuple(dict.fromkeys(several))

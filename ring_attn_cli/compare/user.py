@@ -53,7 +53,7 @@ def _hidden(found: ModuleType, module: str) -> str:
     return f": {file} here is not read, since Python has another module {module}: give the file another name"
 
 
-def taken(function: Callable[..., Any], text: str, offered: Offered, case: Case) -> Offered:
+def take(function: Callable[..., Any], text: str, offered: Offered, case: Case) -> Offered:
     """Return the ``offered`` arguments that the function takes besides q, k and v.
     ``text``: the function's name, for messages."""
     try:
@@ -92,7 +92,7 @@ def check_length(text: str, arguments: Offered, case: Case, held: int) -> None:
         )
 
 
-def called(function: Callable[..., Any], text: str, arrays: Offered, arguments: Offered) -> dict[str, Any]:
+def call(function: Callable[..., Any], text: str, arrays: Offered, arguments: Offered) -> dict[str, Any]:
     """Call the function on the shards q, k, v and return {"out": ...}, with "lse" if it returns one."""
     q, k, v = (arrays[name] for name in "qkv")
     try:

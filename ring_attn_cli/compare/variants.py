@@ -1,8 +1,8 @@
-"""The registry of variants, the functions that can be compared. Each is a record with its calls, objection and oracle.
+"""The registry of variants, the functions that can be compared. Each is a record with its calls, limits and oracle.
 
-A call, ``module:function``, builds the variant's function; only processes of the call's framework import it. An objection says
-why the variant cannot run a case. An oracle computes exact results. To add a variant, write its call in ``torch_calls.py``,
-``jax_calls.py`` or both, and add a record here. For a new computation also add an oracle to ``oracles.py``.
+A call, ``module:function``, builds the variant's function; only processes of the call's framework import it. An oracle computes
+exact results. To add a variant, write its call in ``calls.py``, or in ``torch_calls.py`` or ``jax_calls.py`` if one framework has
+it, and add a record here. For a new computation also add an oracle to ``oracles.py``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
 
+from ring_attn_core.kernels.backends import select
+from ring_attn_core.problem.checks import DTYPES
 from ring_attn_core.variants.dilated import Patterns, batches_of
 from ring_attn_core.variants.summary import SummaryOptions
 
 from .cases import Case
 
 FRAMEWORKS = "jax", "torch"
+TITLES = {"jax": "JAX", "torch": "PyTorch"}
 HERE = __name__.rpartition(".")[0]
+FEATURES = "scale", "softcap", "sinks", "alibi_slopes", "dropout_rate", "key_mask", "extents"
+"""All features, by the argument names of ring_attention."""
 
 Objection = Callable[[Case, str, int], str | None]
 """A function ``objection(case, framework, ranks)`` that returns why a variant cannot run, or None."""
@@ -28,16 +33,21 @@ Objection = Callable[[Case, str, int], str | None]
 @dataclass(frozen=True, eq=False)
 class Variant:
     """One function that can be compared; ``user``: its ``module:function`` if it is the user's own.
-    ``calls``: by framework. ``oracle``: key in ``ORACLES``. ``changes``: values that replace fields of a case. ``needs``: by
-    framework, the imported module and its pip package. ``pair``: equal names are compared across frameworks."""
+    ``calls``: by framework. ``oracle``: key in ``ORACLES``. ``changes``: values that replace fields of a case. ``needs``: the
+    imported module and its pip package. ``pair``: equal names are compared across frameworks. The limits: ``features`` and
+    ``masks`` (() for any) that it takes, ``dtypes`` of its GPU kernels (() if it runs on CPUs), and ``pieces``, the number of
+    equal pieces per rank that it cuts a sequence into (0 for any); ``objection`` says the others."""
 
     name: str
     calls: dict[str, str]
-    says: str = ""
     oracle: str = "attention"
     changes: dict[str, Any] = field(default_factory=dict)
+    needs: tuple[str, str] | None = None
+    features: tuple[str, ...] = FEATURES
+    masks: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    pieces: int = 0
     objection: Objection = lambda case, framework, ranks: None
-    needs: dict[str, tuple[str, str]] = field(default_factory=dict)
     user: str | None = None
     pair: str = ""
 
@@ -49,31 +59,24 @@ class Variant:
         """Return why the variant cannot run the case in the framework on ``ranks`` ranks, or None. The run may still fail."""
         if framework not in self.calls:
             return f"it is there in {' and '.join(TITLES[name] for name in self.calls)} only"
-        module, package = self.needs.get(framework, ("", ""))
-        if module and find_spec(module) is None:
-            return f"not installed: run pip install {package}"
-        return self.objection(case, framework, ranks)
+        if self.needs and find_spec(self.needs[0]) is None:
+            return f"not installed: run pip install {self.needs[1]}"
+        if self.dtypes and case.device == "cpu":
+            return "its kernels run on NVIDIA GPUs: pass --device gpu where there is one"
+        if self.dtypes and case.dtype not in self.dtypes:
+            return f"its kernels take {' and '.join(self.dtypes)}, not {case.dtype}"
+        if reason := self.objection(case, framework, ranks):
+            return reason
+        if unknown := [name for name in case.features if name not in self.features]:
+            return f"it does not take {', '.join(unknown)}"
+        if self.masks and case.mask not in self.masks:
+            return f"it knows {' and '.join(self.masks)} masks only, not {case.mask}"
+        if self.pieces and case.length % (pieces := self.pieces * ranks):
+            return f"it needs a length that {pieces} divides, and it is {case.length}"
+        return None
 
 
-TITLES = {"jax": "JAX", "torch": "PyTorch"}
-
-
-def both(name: str) -> dict[str, str]:
-    """Return the two calls of a variant, by framework: the function ``name`` in jax_calls.py and the one in torch_calls.py."""
-    return {framework: f"{HERE}.{framework}_calls:{name}" for framework in FRAMEWORKS}
-
-
-def only_torch(name: str) -> dict[str, str]:
-    return {"torch": f"{HERE}.torch_calls:{name}"}
-
-
-def _takes(case: Case, *known: str) -> str | None:
-    """Return an objection if the case uses features whose names are not in ``known``, else None."""
-    unknown = [name for name in case.features if name not in known]
-    return f"it does not take {', '.join(unknown)}" if unknown else None
-
-
-def _objection(make: Callable[[], object]) -> str | None:
+def _find_error(make: Callable[[], object]) -> str | None:
     """Call ``make``. Return the message of the ValueError that it raises, or None if it raises none."""
     try:
         make()
@@ -82,122 +85,92 @@ def _objection(make: Callable[[], object]) -> str | None:
     return None
 
 
-def _backend(case: Case, framework: str, ranks: int) -> str | None:
+def _check_backend(case: Case, framework: str, ranks: int) -> str | None:
     """Return the library's error if the case's backend cannot run on a CPU, else None; on a GPU the variant itself raises it."""
-    if case.device == "gpu":
-        return None
-    from ring_attn_core.kernels.backends import select
-
-    return _objection(lambda: select(replace(case.problem(ranks), framework=framework), case.backend))
+    run = replace(case.problem(ranks), framework=framework)
+    return None if case.device == "gpu" else _find_error(lambda: select(run, case.backend))
 
 
-def _vendor(case: Case, framework: str, ranks: int) -> str | None:
-    if case.device == "cpu":
-        return "its kernels run on NVIDIA GPUs: pass --device gpu where there is one"
-    return _takes(case, "scale", "sinks")
-
-
-def _transformer(case: Case, framework: str, ranks: int) -> str | None:
-    if case.dtype not in ("float32", "float64"):
-        return f"its truth is written for float32 and float64, not {case.dtype}"
-    return _module(case, framework, ranks) or _takes(case, "softcap", "sinks", "alibi_slopes", "extents", "key_mask")
-
-
-def _module(case: Case, framework: str, ranks: int) -> str | None:
+def _check_layer(case: Case, framework: str, ranks: int) -> str | None:
     if case.head_dim % 2:
         return f"its rotary embedding turns pairs, and head_dim is {case.head_dim}: pass an even one"
-    if case.scale is not None:
-        return "it does not take scale"
-    return _backend(case, framework, ranks)
+    return _check_backend(case, framework, ranks)
 
 
-def _dilated(case: Case, framework: str, ranks: int) -> str | None:
+def _check_transformer(case: Case, framework: str, ranks: int) -> str | None:
+    if case.dtype not in ("float32", "float64"):
+        return f"its truth is written for float32 and float64, not {case.dtype}"
+    return _check_layer(case, framework, ranks)
+
+
+def _check_dilated(case: Case, framework: str, ranks: int) -> str | None:
     patterns = Patterns(case.segments, case.dilations, case.mixing)
-    wrong = _objection(lambda: batches_of(case.problem(ranks), patterns))
-    return wrong or _takes(case, "scale", "softcap", "key_mask") or _backend(case, framework, ranks)
+    return _find_error(lambda: batches_of(case.problem(ranks), patterns)) or _check_backend(case, framework, ranks)
 
 
-def _summary(case: Case, framework: str, ranks: int) -> str | None:
-    wrong = None if case.mask == "causal" else f"it is causal attention, and the mask is {case.mask}"
-    wrong = wrong or _objection(lambda: SummaryOptions(block=case.block, window=case.window, summaries=case.summaries))
-    return wrong or _takes(case, "scale", "softcap", "key_mask") or _backend(case, framework, ranks)
+def _check_summary(case: Case, framework: str, ranks: int) -> str | None:
+    wrong = _find_error(lambda: SummaryOptions(block=case.block, window=case.window, summaries=case.summaries))
+    return wrong or _check_backend(case, framework, ranks)
 
 
-def _causal_or_full(case: Case) -> str | None:
-    return None if case.mask in ("causal", "full") else f"it knows causal and full masks, not {case.mask}"
+def _check_one_device(case: Case, framework: str, ranks: int) -> str | None:
+    return "it is attention on one device" if ranks > 1 else None
 
 
-def _one_device(case: Case, framework: str, ranks: int) -> str | None:
-    return "it is attention on one device" if ranks > 1 else _takes(case, "scale", "extents", "key_mask")
+def _check_ungrouped(case: Case, framework: str, ranks: int) -> str | None:
+    return None if case.kv_heads == case.heads else "it groups query heads in another way: pass as many --kv-heads as --heads"
 
 
-def _even(case: Case, pieces: int) -> str | None:
-    return f"it needs a length that {pieces} divides, and it is {case.length}" if case.length % pieces else None
+def _in_both(name: str) -> dict[str, str]:
+    return dict.fromkeys(FRAMEWORKS, f"{HERE}.calls:build_{name}")
 
 
-def _on_gpu(case: Case, dtypes: tuple[str, ...] = ("bfloat16", "float16")) -> str | None:
-    if case.device == "cpu":
-        return "its kernels run on NVIDIA GPUs: pass --device gpu where there is one"
-    return None if case.dtype in dtypes else f"its kernels take {' and '.join(dtypes)}, not {case.dtype}"
+def _in_one(framework: str, name: str) -> dict[str, str]:
+    return {framework: f"{HERE}.{framework}_calls:build_{name}"}
 
 
-def _context_parallel(case: Case, framework: str, ranks: int) -> str | None:
-    return _on_gpu(case) or _takes(case) or _causal_or_full(case) or _even(case, 2 * ranks)
+def _at(layout: str) -> dict[str, Any]:
+    return {"layout": layout}
 
 
-def _ring_flash_attn(case: Case, framework: str, ranks: int) -> str | None:
-    wrong = None if case.mask == "causal" else f"its zigzag ring knows causal masks only, not {case.mask}"
-    return _on_gpu(case) or _takes(case, "scale") or wrong or _even(case, 2 * ranks)
-
-
-def _ring_attention_pytorch(case: Case, framework: str, ranks: int) -> str | None:
-    grouped = case.kv_heads != case.heads
-    wrong = "it reads key heads in another order: pass as many --kv-heads as --heads" if grouped else None
-    return wrong or _takes(case) or _causal_or_full(case) or _even(case, ranks)
-
-
-def _ringattention(case: Case, framework: str, ranks: int) -> str | None:
-    grouped = case.kv_heads != case.heads
-    wrong = "it knows no grouped key heads: pass as many --kv-heads as --heads" if grouped else None
-    return wrong or _takes(case) or _causal_or_full(case) or _even(case, ranks)
-
-
-_RECORDS = [
-    Variant("ring", both("ring"), "ring_attention, any layout, mask, feature, strategy and backend", objection=_backend),
-    Variant("layer", both("layer"), "RingAttention, the gradient of every weight", oracle="layer", objection=_module),
-    Variant("transformer", both("transformer"), "a small RingTransformer: logits, loss, the gradient of every weight",
-            oracle="transformer", objection=_transformer),
-    Variant("dilated", both("dilated"), "dilated_attention, as in LongNet", oracle="dilated",
-            changes={"layout": "contiguous"}, objection=_dilated),
-    Variant("summary", both("summary"), "summary_attention, approximate: exact within a window, summaries of blocks beyond",
-            oracle="summary", changes={"layout": "contiguous"}, objection=_summary),
-    *(Variant(name, only_torch("vendor"), f"the ring with {whose}", changes={"backend": name}, objection=_vendor)
-      for name, whose in (("flash", "FlashAttention-2"), ("cudnn", "cuDNN"), ("flash4", "FlashAttention-4"))),
-    Variant("sdpa", only_torch("sdpa"), "torch's scaled_dot_product_attention, one device", objection=_one_device),
-    Variant("torch-context-parallel", only_torch("context_parallel"), "torch.distributed.tensor.experimental",
-            changes={"layout": "zigzag"}, objection=_context_parallel),
-    Variant("ring-flash-attn", only_torch("ring_flash_attn"), "the package of that name, zigzag",
-            changes={"layout": "zigzag"}, objection=_ring_flash_attn, needs={"torch": ("ring_flash_attn", "ring-flash-attn")}),
-    Variant("ring-attention-pytorch", only_torch("ring_attention_pytorch"), "the package of that name, striped",
-            changes={"layout": "striped"}, objection=_ring_attention_pytorch,
-            needs={"torch": ("ring_attention_pytorch", "ring-attention-pytorch")}),
-    Variant("ringattention", {"jax": f"{HERE}.jax_calls:ringattention"}, "the package of that name, in JAX",
-            changes={"layout": "contiguous"}, objection=_ringattention, needs={"jax": ("ringattention", "ringattention")}),
+LAYER = tuple(name for name in FEATURES if name != "scale")
+MODEL = tuple(name for name in LAYER if name != "dropout_rate")
+APPROXIMATE = "scale", "softcap", "key_mask"
+EITHER, HALF = ("causal", "full"), ("bfloat16", "float16")
+RECORDS = [
+    Variant("ring", _in_both("ring"), objection=_check_backend),
+    Variant("layer", _in_both("layer"), "layer", features=LAYER, objection=_check_layer),
+    Variant("transformer", _in_both("transformer"), "transformer", features=MODEL, objection=_check_transformer),
+    Variant("dilated", _in_both("dilated"), "dilated", _at("contiguous"), features=APPROXIMATE, objection=_check_dilated),
+    Variant("summary", _in_both("summary"), "summary", _at("contiguous"), features=APPROXIMATE, masks=("causal",),
+            objection=_check_summary),
+    *(Variant(name, _in_one("torch", "vendor"), changes={"backend": name}, features=("scale", "sinks"), dtypes=DTYPES)
+      for name in ("flash", "cudnn", "flash4")),
+    Variant("sdpa", _in_one("torch", "sdpa"), features=("scale", "extents", "key_mask"), objection=_check_one_device),
+    Variant("torch-context-parallel", _in_one("torch", "context_parallel"), changes=_at("zigzag"), features=(), masks=EITHER,
+            dtypes=HALF, pieces=2),
+    Variant("ring-flash-attn", _in_one("torch", "ring_flash_attn"), changes=_at("zigzag"),
+            needs=("ring_flash_attn", "ring-flash-attn"), features=("scale",), masks=("causal",), dtypes=HALF, pieces=2),
+    Variant("ring-attention-pytorch", _in_one("torch", "ring_attention_pytorch"), changes=_at("striped"),
+            needs=("ring_attention_pytorch", "ring-attention-pytorch"), features=(), masks=EITHER, pieces=1,
+            objection=_check_ungrouped),
+    Variant("ringattention", _in_one("jax", "ringattention"), changes=_at("contiguous"),
+            needs=("ringattention", "ringattention"), features=(), masks=EITHER, pieces=1, objection=_check_ungrouped),
 ]  # fmt: skip
-VARIANTS = {variant.name: replace(variant, pair=variant.name) for variant in _RECORDS}
+VARIANTS = {variant.name: replace(variant, pair=variant.name) for variant in RECORDS}
 
 ALL = "all"
 """The name that stands for every variant in ``VARIANTS``; those that cannot run are reported with the reason."""
 
 
-def chosen(names: tuple[str, ...]) -> list[Variant]:
+def choose(names: tuple[str, ...]) -> list[Variant]:
     """Return the variants of ``names`` without duplicates; a user's own is ``module:function`` or, for JAX, ``jax:...``."""
     if not names:
         raise ValueError(f"name what to compare: {', '.join([*VARIANTS, ALL])}, or module:function of your own")
     found: list[Variant] = []
     for name in names:
         if ":" in name:
-            found.append(_of_user(name, found))
+            found.append(_make_user(name, found))
         elif name == ALL:
             found += VARIANTS.values()
         elif name in VARIANTS:
@@ -211,18 +184,14 @@ def chosen(names: tuple[str, ...]) -> list[Variant]:
     return list({variant.name: variant for variant in found}.values())
 
 
-def _of_user(name: str, before: list[Variant]) -> Variant:
+def _make_user(name: str, before: list[Variant]) -> Variant:
     framework, _, rest = name.partition(":")
     where, text = ((framework,), rest) if framework in FRAMEWORKS and ":" in rest else (FRAMEWORKS, name)
     module, _, function = text.partition(":")
     if not (module and function) or ":" in function or (framework in FRAMEWORKS and where == FRAMEWORKS):
         raise ValueError(f"cannot read {name!r}: write module:function, or jax:module:function or torch:module:function")
-    calls = {each: f"{HERE}.{each}_calls:user" for each in where}
+    calls = {each: _in_both("user")[each] for each in where}
     # Pair the first function for JAX only with the first for PyTorch only, the second with the second, and so on.
     number = sum(each.user is not None and tuple(each.calls) == where for each in before)
     pair = text if where == FRAMEWORKS else f"user {number}"
-    return Variant(name, calls, f"{text} of the user", user=text, pair=pair, objection=_user)
-
-
-def _user(case: Case, framework: str, ranks: int) -> str | None:
-    return None
+    return Variant(name, calls, user=text, pair=pair)

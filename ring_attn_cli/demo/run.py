@@ -1,4 +1,4 @@
-"""The run of the demo: choose the frameworks, compute, print, write the files, and return the exit status."""
+"""The run of the demo: compare, train in both frameworks at the same time, print, write the files, and return the exit status."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from ..compare import comparison
+from ..compare.report import draw_tables, width_of
+from ..compare.sweep import make_sweep
 from ..output_files import check_writable
-from ..processes import Failure
+from ..processes import Failure, WorkerGroups
 from . import report
-from .gather import gather
-from .judge import exit_status
+from .results import Results, exit_status
 from .settings import DemoSettings
 
 NEEDS = {"PyTorch": ("torch",), "JAX": ("jax", "flax", "optax")}
@@ -23,18 +25,19 @@ FRAMEWORKS = {"both": ("PyTorch", "JAX"), "torch": ("PyTorch",), "jax": ("JAX",)
 def run(settings: DemoSettings, framework: str = "both", out: Path = Path("demo-output")) -> int:
     """Run the demo, print its report, and write losses.png, plan.png and demo.json into ``out``.
     Return the status: 1 if a bound is missed or a process fails, 130 on Ctrl-C, else 0. Only a complete run writes files."""
-    frameworks, left_out = available(framework)
+    frameworks, left_out = find_frameworks(framework)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{out} cannot be made a folder ({error.strerror}): pass another --out FOLDER") from error
-    for file in report.files(out):
+    files = [out / name for name in report.FILES]
+    for file in files:
         check_writable(file)
     console = Console(highlight=False)
-    console.print(report.opening(settings, left_out))
+    console.print(report.open_report(settings, left_out))
     began = time.perf_counter()
     try:
-        gathered = gather(settings, frameworks, console)
+        results = compute(settings, frameworks, console)
     except Failure as failure:
         console.print(Text.assemble(("The demo did not finish: ", "bold red"), str(failure)))
         return 1
@@ -42,24 +45,39 @@ def run(settings: DemoSettings, framework: str = "both", out: Path = Path("demo-
         console.print("Stopped, and with it every process that the demo had started.")
         return 130
     seconds = time.perf_counter() - began
-    console.print(report.losses(gathered.losses))
-    files = report.write(out, settings, gathered, seconds)
-    console.print(report.verdict(gathered.checks, files, seconds))
-    return exit_status(gathered.checks)
+    report.write(out, settings, results, seconds)
+    console.print(report.draw_losses(results.losses), report.conclude(results.checks, seconds), sep="")
+    console.print(f"Written: {', '.join(map(str, files))}", markup=False)
+    return exit_status(results.checks)
 
 
-def available(framework: str) -> tuple[list[str], list[str]]:
+def find_frameworks(framework: str) -> tuple[list[str], list[str]]:
     """Return the frameworks that will run, and a message for each requested one that is not installed."""
     if framework not in FRAMEWORKS:
         raise ValueError(f"unknown framework {framework!r}: choose one of {', '.join(FRAMEWORKS)}")
-    frameworks, left_out = [], []
-    for name in FRAMEWORKS[framework]:
-        missing = [package for package in NEEDS[name] if find_spec(package) is None]
-        if missing:
-            remedy = 'run pip install "ring-attn[demo]"'
-            left_out.append(f"{name} is left out, for {' and '.join(missing)} is not installed: {remedy}")
-        else:
-            frameworks.append(name)
-    if not frameworks:
+    missing = {name: [package for package in NEEDS[name] if find_spec(package) is None] for name in FRAMEWORKS[framework]}
+    remedy = 'run pip install "ring-attn[demo]"'
+    left_out = [f"{name} is left out, for {' and '.join(of)} is not installed: {remedy}" for name, of in missing.items() if of]
+    if len(left_out) == len(missing):
         raise ValueError("; ".join(left_out))
-    return frameworks, left_out
+    return [name for name, of in missing.items() if not of], left_out
+
+
+def compute(settings: DemoSettings, frameworks: list[str], console: Console) -> Results:
+    """Compare attention and train. Print the table of attention's errors as soon as all of them are known."""
+    names = ",".join({"PyTorch": "torch", "JAX": "jax"}[name] for name in frameworks)
+    case = {"length": settings.tokens, "layout": settings.layout}
+    sweep = make_sweep(["ring"], settings.ranks, names, 1, settings.patience, **case)
+    losses: dict[str, list[float]] = {name: [] for name in frameworks}
+    with console.status("") as status:
+        found = comparison.compare(sweep, lambda words: status.update(f"attention: {words}"))
+        console.print(*draw_tables(found, width_of(console.width)), sep="\n")
+        with WorkerGroups(settings.patience) as groups:
+            for name in frameworks:
+                members = range(settings.ranks if name == "PyTorch" else 1)
+                groups.start(name, "ring_attn_cli.demo.worker", [(name, rank, settings, groups.store) for rank in members])
+            for message in groups.messages():
+                losses[message.group].append(message.data)
+                steps = ", ".join(f"{name} {len(each)} of {settings.steps}" for name, each in losses.items())
+                status.update(f"training: step {steps}")
+    return Results(found, losses)

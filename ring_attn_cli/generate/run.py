@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..processes import Crews, check_installed
+from ..processes import WorkerGroups, check_installed
 from .settings import GenerateSettings
 from .text import Text, harmless
 
@@ -32,10 +32,10 @@ def run(settings: GenerateSettings) -> None:
 
             jax_worker.run(settings, text.ids, watch)
             return
-        with Crews(PATIENCE) as crews:
-            members = [(rank, settings, text.ids, crews.store) for rank in range(settings.ranks)]
-            crews.start("PyTorch", "ring_attn_cli.generate.torch_worker", members)
-            for message in crews.messages():
+        with WorkerGroups(PATIENCE) as groups:
+            members = [(rank, settings, text.ids, groups.store) for rank in range(settings.ranks)]
+            groups.start("PyTorch", "ring_attn_cli.generate.torch_worker", members)
+            for message in groups.messages():
                 watch(message.kind, message.data)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..processes import Crews, Terminated, check_count, check_installed, hear_interrupts
+from ..processes import WorkerGroups, Terminated, check_count, check_installed, hear_interrupts
 from . import data, events, folder, lock, picture
 from .config import Config
 from .loop import LOG
@@ -106,11 +106,11 @@ def _run_torch(config: Config) -> None:
     ranks = config.ring.ranks * config.ring.replicas
     check_count(ranks, "ring.ranks times ring.replicas:")
     with lock.hold(config):
-        with Crews(PATIENCE) as crews:
-            members = [(rank, config, crews.store) for rank in range(ranks)]
-            crews.start("PyTorch", "ring_attn_cli.train.torch_worker", members)
+        with WorkerGroups(PATIENCE) as groups:
+            members = [(rank, config, groups.store) for rank in range(ranks)]
+            groups.start("PyTorch", "ring_attn_cli.train.torch_worker", members)
             with TrainWatch(config, Console(highlight=False)) as watch:
-                for message in crews.messages():
+                for message in groups.messages():
                     watch(message.kind, message.data)
         _finish(config)
 

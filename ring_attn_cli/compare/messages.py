@@ -1,0 +1,80 @@
+"""Messages between the pool and a framework's processes: a request for an action, and an outcome with NumPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ring_attn_core.plan.ring import RingPlan
+
+from .cases import Arrays, Case
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request to the processes of a framework.
+    ``kind``: "prepare" builds the ``call`` (``module:function``) and runs it once; "time", "memory" and "forget" act on it.
+    ``user``: a user's own ``module:function``. ``oracle``: the key in ``ORACLES`` for the inputs."""
+
+    kind: str
+    call: str
+    case: Case
+    ranks: int
+    oracle: str
+    user: str | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Return the key under which the prepared call is stored: the request without ``kind`` and ``oracle``."""
+        return self.call, self.case, self.ranks, self.user
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results and gradients of a run in one process.
+    ``shards``: arrays by rank, or one array if replicated or summed. ``cotangents``: names of the cotangents that the gradients
+    were computed from."""
+
+    shards: dict[str, list[np.ndarray]]
+    cotangents: frozenset[str]
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """The settings that each process receives at its start.
+    ``rings``: all ring sizes. ``patience``: seconds. ``store``: file by which PyTorch's ranks meet. ``folder``: from which a
+    user's function is imported."""
+
+    rings: tuple[int, ...]
+    device: str
+    patience: float
+    store: str
+    folder: str
+
+    @property
+    def most(self) -> int:
+        return max(self.rings)
+
+
+def cut(x: np.ndarray, plan: RingPlan, pad: Any = 0) -> list[np.ndarray]:
+    """Return one shard for each rank from a global array [batch, tokens, ...]; ``pad`` fills the padding."""
+    missing = (x.shape[0], plan.seq_local * plan.ranks - x.shape[1], *x.shape[2:])
+    padded = np.concatenate([x, np.full(missing, pad, x.dtype)], 1)
+    return [np.ascontiguousarray(padded[:, list(plan.positions(rank))]) for rank in range(plan.ranks)]
+
+
+def join(outcomes: Sequence[Outcome], sharded: frozenset[str], plan: RingPlan) -> Arrays:
+    """Return global arrays in natural order: shards concatenated, other gradients summed over ranks, other results of rank 0.
+    ``outcomes``: those of all processes, in the order of their ranks."""
+    order = np.argsort([position for rank in range(plan.ranks) for position in plan.positions(rank)])[: plan.length]
+    whole = {}
+    for name in outcomes[0].shards:
+        shards = [shard for outcome in outcomes for shard in outcome.shards.get(name, [])]
+        if name in sharded:
+            whole[name] = np.concatenate(shards, 1)[:, order]
+        else:
+            whole[name] = np.sum(shards, 0) if name.startswith("d") else shards[0]
+    return whole
