@@ -37,6 +37,10 @@ from .inference.sampling import sample
 from .inference.tree_attention import tree_attention_decode
 from .layers.adapters import attention_fn
 from .layers.dilated_adapter import dilated_attention_fn
+from .recurrence.convolution import causal_conv
+from .recurrence.delta_rule import gated_delta_rule
+from .recurrence.runs import carry, halo, split_runs
+from .recurrence.state_space import state_space
 from .sharded import sharded_ring_attention
 from .training.ranks import check_ranks
 from .variants.dilated import dilated_attention
@@ -81,7 +85,9 @@ __all__ = [
     "YaRN",
     "attend_block",
     "attention_fn",
+    "carry",
     "causal",
+    "causal_conv",
     "check_ranks",
     "count_labels",
     "decode_step",
@@ -92,8 +98,10 @@ __all__ = [
     "from_layout",
     "from_numpy",
     "full",
+    "gated_delta_rule",
     "gather",
     "gather_token",
+    "halo",
     "load_llama",
     "load_weights",
     "loss",
@@ -113,6 +121,8 @@ __all__ = [
     "sharded_ring_attention",
     "sharded_summary_attention",
     "sliding_window",
+    "split_runs",
+    "state_space",
     "summary_attention",
     "to_layout",
     "to_numpy",

@@ -39,6 +39,10 @@ from .layers.rotary import RotaryEmbedding
 from .layers.summary import SummaryAttention
 from .layers.tensor_plan import tensor_plan
 from .layers.transformer import RingTransformer
+from .recurrence.convolution import causal_conv
+from .recurrence.delta_rule import gated_delta_rule
+from .recurrence.runs import carry, halo, split_runs
+from .recurrence.state_space import state_space
 from .ring.agreement import check_every_call
 from .training.checkpoint import Checkpoints
 from .training.gradients import sum_gradients
@@ -76,7 +80,9 @@ __all__ = [
     "Ulysses",
     "YaRN",
     "attend_block",
+    "carry",
     "causal",
+    "causal_conv",
     "check_every_call",
     "check_ranks",
     "count_labels",
@@ -87,8 +93,10 @@ __all__ = [
     "from_layout",
     "from_numpy",
     "full",
+    "gated_delta_rule",
     "gather",
     "gather_token",
+    "halo",
     "load_llama",
     "load_weights",
     "loss",
@@ -105,6 +113,8 @@ __all__ = [
     "save_weights",
     "shard_batch",
     "sliding_window",
+    "split_runs",
+    "state_space",
     "sum_gradients",
     "summary_attention",
     "tensor_plan",

@@ -38,7 +38,7 @@ ROOMS = (
     ("training",),
     ("layers",),
     ("inference",),
-    ("variants",),
+    ("variants", "recurrence"),
     ("functional",),
     ("sharded",),
     ("data",),

@@ -15,6 +15,7 @@ from ring_attn_core.problem.checks import check_along
 
 from ..ring.agreement import AgreedCall, agree_on
 from ..ring.groups import Group, constant, group_name, group_of, is_dtensor, rank_in, ranks_of
+from ..ring.halo import all_gather
 from .layout import from_layout, positions
 
 
@@ -83,11 +84,7 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ring: dist.ProcessGroup) -> Tensor:
         ctx.ring = ring.group_name  # a reference to the group would keep it alive as long as the graph
-        sent = x.contiguous()
-        sent = sent.view(torch.uint8) if x.dtype == torch.bool else sent
-        shards = sent.new_empty(ranks_of(ring) * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(shards, sent, group=ring)
-        return torch.cat(shards.view(x.dtype).chunk(ranks_of(ring)), 1)
+        return all_gather(x, ring)
 
     @staticmethod
     def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor, None]:

@@ -1,0 +1,146 @@
+"""The gated delta rule of Qwen3-Next and the delta attention of Kimi, on shards (Yang et al., arXiv:2412.06464).
+
+    S_t = S_{t-1} * exp(g_t)                              S [K, V]: a state for each head; g a number or a vector [K]
+    S_t = S_t + beta_t k_t (v_t - k_t' S_t)'
+    out_t = scale q_t' S_t
+
+A run is computed once, from the state 0, together with the effect of a state: K columns of 0 are appended to the values, and
+start from the state I. The result is ``out + effect @ state`` with the state that earlier runs leave. Inside a chunk of tokens
+the rule is a triangular system (the WY form); chunks follow each other, and segments of chunks are recomputed in the backward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ring_attn_core.problem.recurrence import check_delta_rule
+
+from ..ring.carry import fold_runs, ieee_products
+from ..ring.halo import wide
+from .runs import Layout, Ring, RunShard, Where
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+CHUNK = {3: 64, 4: 16}
+"""Tokens of a chunk, by the number of dims of g: with a decay for each channel a pair of tokens has K decays."""
+SEGMENT = 16
+"""Chunks that are recomputed together."""
+
+
+def gated_delta_rule(
+    q: Float[Tensor, "batch seq_local heads K"],
+    k: Float[Tensor, "batch seq_local heads K"],
+    v: Float[Tensor, "batch seq_local v_heads V"],
+    g: Float[Tensor, "batch seq_local v_heads ..."],
+    beta: Float[Tensor, "batch seq_local v_heads"],
+    *,
+    scale: float | None = None,
+    normalize: bool = False,
+    backend: str = "auto",
+    group: Ring = None,
+    layout: Layout = "zigzag",
+    length: int | None = None,
+    extents: Int[Tensor, "rows seq_local 2"] | None = None,
+) -> Float[Tensor, "batch seq_local v_heads V"]:
+    """Compute the gated delta rule over a ring, each document from the state 0, forward and backward.
+
+    Arguments (arrays are this rank's shards):
+        q, k: ``[batch, s, heads, K]``; v: ``[batch, s, v_heads, V]``, ``heads`` dividing ``v_heads``: v's head h reads q's and
+            k's head ``h // (v_heads / heads)``.
+        g: the log of the decay, at most 0: ``[batch, s, v_heads]`` (gated delta net), or ``[batch, s, v_heads, K]`` (Kimi).
+        beta: ``[batch, s, v_heads]``, how much of a value is written.
+        scale: multiplies q; None: ``K ** -0.5``.
+        normalize: divide q and k by ``sqrt(sum x^2 + 1e-6)`` first.
+        backend: "auto" or "blockwise", plain PyTorch in at least float32.
+        group, layout, length, extents: as in :func:`halo`. Padding gives 0.
+
+    Returns ``[batch, s, v_heads, V]`` in v's dtype. Each rank sends a state and a matrix K x K for each head and run, whatever
+    the length. Raise ValueError as :func:`halo` does, and if shapes do not fit.
+    """
+    arrays = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    shapes = {name: tuple(x.shape) for name, x in arrays.items()}
+    check = lambda _: check_delta_rule(shapes, backend)
+    how = (*shapes.items(), scale, normalize, backend)
+    shard = RunShard.of("gated_delta_rule", q, Where(group, layout, length, extents), check, how)
+    q, k, v32, g, beta = shard.zero_padding(*map(wide, arrays.values()))
+    if normalize:
+        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    q, k = (x.repeat_interleave(v.shape[2] // q.shape[2], 2) for x in (q, k))
+    found = []
+    for base, n, _ in shard.runs:
+        found.append(_run([x[:, base : base + n] for x in (q, k, v32, g, beta)], shard.documents_of(base, n, q.shape[0])))
+    ends = torch.stack([end for _, end in found], 1)
+    a, b = ends[..., v.shape[-1] :], ends[..., : v.shape[-1]]
+    states = shard.begin_fresh(fold_runs(shard.forget(a), b, shard.order, shard.ring, True))
+    parts = []
+    for i, (out, _) in enumerate(found):
+        with ieee_products():
+            carried = torch.einsum("bthk,bhkv->bthv", out[..., v.shape[-1] :], states[:, i])
+        parts.append(out[..., : v.shape[-1]] + carried)
+    return shard.join(parts).to(v.dtype)
+
+
+def _run(arrays: list[Tensor], documents: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return a run's [out | effect] [batch, n, heads, V + K] and [bias | transition] [batch, heads, K, V + K]."""
+    q, k, v, g, beta = arrays
+    batch, n, heads, size = k.shape
+    chunk = CHUNK[g.ndim]
+    g = g[..., None] if g.ndim == 3 else g
+    documents = torch.zeros(batch, n, dtype=torch.int32, device=q.device) if documents is None else documents
+    state = torch.cat(
+        [v.new_zeros(*v.shape[:1], heads, size, v.shape[-1]), torch.eye(size).to(v).expand(batch, heads, -1, -1)], -1
+    )
+    prior, outs = documents[:, :1], []
+    for begin in range(0, n, chunk * SEGMENT):
+        part = slice(begin, begin + chunk * SEGMENT)
+        inputs = [x[:, part] for x in (q, k, v, g, beta, documents)]
+        out, state = checkpoint(_segment, inputs, prior, state, chunk, use_reentrant=False)  # type: ignore[misc]
+        prior = documents[:, part][:, -1:]
+        outs.append(out)
+    return (torch.cat(outs, 1) if outs else v.new_zeros(batch, 0, heads, v.shape[-1] + size)), state
+
+
+def _segment(inputs: list[Tensor], prior: Tensor, state: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Return the outputs of a segment of chunks, and the state after it. ``prior``: the document that ``state`` belongs to."""
+    (q, k, v, g, beta, documents), n = inputs, inputs[0].shape[1]
+    cut = lambda x: F.pad(x, (*[0, 0] * (x.ndim - 2), 0, -n % chunk)).unflatten(1, (-1, chunk)).transpose(2, 3).transpose(1, 2)
+    q, k, v, g, beta = (
+        cut(x) for x in (q, k, F.pad(v, (0, k.shape[-1])), g, beta[..., None])
+    )  # [batch, heads, chunks, chunk, ...]
+    last = documents[:, -1:].expand(-1, -n % chunk)
+    own = torch.cat([documents, last], 1).unflatten(1, (-1, chunk))[:, None]
+    prior = torch.cat([prior[:, None], own[:, :, :-1, -1]], 2)
+    c = g.cumsum(-2)
+    same = (own[..., :, None] == own[..., None, :]).tril()
+    reads, stays = (own == prior[..., None])[..., None], (own == own[..., -1:])[..., None]
+    from_start = torch.where(reads, c, -torch.inf).exp()
+    to_end = torch.where(stays, c[..., -1:, :] - c, -torch.inf).exp()
+    with ieee_products():
+        system = torch.eye(chunk).to(q) + _pairs(k * beta, k, c, same).tril(-1)
+        right = torch.cat([v * beta, k * beta * from_start], -1)
+        new, old = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
+            [v.shape[-1], k.shape[-1]], -1
+        )
+        within = _pairs(q, k, c, same)
+        outs = []
+        for i in range(q.shape[2]):
+            written = new[:, :, i] - old[:, :, i] @ state
+            outs.append((q * from_start)[:, :, i] @ state + within[:, :, i] @ written)
+            kept = torch.where((own[:, :, i, -1] == prior[:, :, i])[..., None, None], c[:, :, i, -1, :, None].exp(), 0)
+            state = state * kept + (k * to_end)[:, :, i].mT @ written
+    return torch.cat(outs, 2).transpose(1, 2)[:, :n], state
+
+
+def _pairs(x: Tensor, y: Tensor, c: Tensor, same: Tensor) -> Tensor:
+    """Return ``sum_k x_ik y_jk exp(c_ik - c_jk)`` of each pair (i, j) of a chunk's tokens for which ``same`` is True, else 0."""
+    if c.shape[-1] == 1:
+        return (x @ y.mT) * torch.where(same, c - c.mT, -torch.inf).exp()
+    decay = torch.where(same[..., None], c[..., :, None, :] - c[..., None, :, :], -torch.inf).exp()
+    return torch.einsum("...ik,...jk,...ijk->...ij", x, y, decay)

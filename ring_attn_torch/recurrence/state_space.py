@@ -1,0 +1,153 @@
+"""The state spaces of Mamba-2 (Dao and Gu, arXiv:2405.21060) and Mamba-1 (Gu and Dao, arXiv:2312.00752), on shards.
+
+    Mamba-2    S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t'     S [P, N] for each head, A a number     out_t = S_t C_t + D x_t
+    Mamba-1    S_t = exp(dt_t A) * S_{t-1} + dt_t x_t B_t'   S [channels, N], A [channels, N]       out_t = S_t C_t + D x_t
+
+A run's effect on the state is a decay in closed form. Mamba-2 adds the effect of the carried state to the result from the state
+0; Mamba-1, whose effect costs as much as its scan, scans a second time from the carried state.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ring_attn_core.problem.recurrence import check_state_space
+
+from ..ring.carry import fold_runs, ieee_products
+from ..ring.halo import wide
+from .runs import Layout, Ring, RunShard, Where
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+CHUNK = 64
+"""Tokens that are computed together, and whose intermediate results are recomputed in the backward."""
+
+
+def state_space(
+    x: Float[Tensor, "batch seq_local ..."],
+    dt: Float[Tensor, "batch seq_local heads"],
+    A: Float[Tensor, " heads"] | Float[Tensor, "heads N"],
+    B: Float[Tensor, "batch seq_local ... N"],
+    C: Float[Tensor, "batch seq_local ... N"],
+    *,
+    D: Float[Tensor, " heads"] | None = None,
+    backend: str = "auto",
+    group: Ring = None,
+    layout: Layout = "zigzag",
+    length: int | None = None,
+    extents: Int[Tensor, "rows seq_local 2"] | None = None,
+) -> Float[Tensor, "batch seq_local ..."]:
+    """Compute the state space of Mamba-2 or Mamba-1 over a ring, each document from the state 0, forward and backward.
+
+    Arguments (arrays but A and D are this rank's shards):
+        A: ``[heads]``, at most 0, for Mamba-2; ``[channels, N]`` for Mamba-1.
+        x: ``[batch, s, heads, P]`` for Mamba-2; ``[batch, s, channels]`` for Mamba-1.
+        dt: the step sizes after softplus, ``[batch, s, heads]`` or ``[batch, s, channels]``.
+        B, C: ``[batch, s, groups, N]``, ``groups`` dividing ``heads``, or ``[batch, s, N]``.
+        D: ``[heads]`` or ``[channels]``: adds ``D x``.
+        backend: "auto" or "blockwise", plain PyTorch in at least float32.
+        group, layout, length, extents: as in :func:`halo`. Padding gives 0.
+
+    Returns x's shape and dtype. Each rank sends a state for each head and run, whatever the length. The gradients of A and D are
+    of this rank's tokens: add them over the ranks. Raise ValueError as :func:`halo` does, and if shapes do not fit.
+    """
+    arrays = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
+    shapes = {name: None if each is None else tuple(each.shape) for name, each in arrays.items()}
+    check = lambda _: check_state_space(shapes, backend)
+    shard = RunShard.of("state_space", x, Where(group, layout, length, extents), check, (*shapes.items(), backend))
+    u, dt, B, C = shard.zero_padding(*map(wide, (x, dt, B, C)))
+    A, rule = wide(A), _selective if A.ndim == 2 else _structured
+    runs = [(slice(base, base + n), shard.documents_of(base, n, x.shape[0])) for base, n, _ in shard.runs]
+    out = rule(shard, [(u[:, part], dt[:, part], B[:, part], C[:, part], documents) for part, documents in runs], A)
+    if D is not None:
+        out = out + wide(D).view(-1, *[1] * (x.ndim - 3)) * u
+    return out.to(x.dtype)
+
+
+Run = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""The arrays x, dt, B, C of one run, and the documents of its tokens."""
+
+
+def _structured(shard: RunShard, runs: list[Run], A: Tensor) -> Tensor:
+    """Mamba-2."""
+    outs, ends, decays, effects = [], [], [], []
+    for x, dt, B, C, documents in runs:
+        B, C = (each.repeat_interleave(x.shape[2] // each.shape[2], 2) for each in (B, C))
+        documents = _one_document(x) if documents is None else documents
+        state, prior, parts = x.new_zeros(x.shape[0], x.shape[2], x.shape[3], B.shape[3]), documents[:, :1], []
+        for begin in range(0, x.shape[1], CHUNK):
+            part = slice(begin, begin + CHUNK)
+            inputs = [each[:, part] for each in (x * dt[..., None], dt * A, B, C, documents)]
+            out, state = checkpoint(_structured_chunk, inputs, prior, state, use_reentrant=False)  # type: ignore[misc]
+            prior = documents[:, part][:, -1:]
+            parts.append(out)
+        outs.append(torch.cat(parts, 1) if parts else x)
+        c = (dt * A).cumsum(1)
+        ends.append(state)
+        decays.append((dt * A).sum(1).exp()[..., None, None])
+        effects.append(C * torch.where((documents == documents[:, :1])[..., None], c, -torch.inf).exp()[..., None])
+    a, b = torch.stack(decays, 1), torch.stack(ends, 1)
+    states = shard.begin_fresh(fold_runs(shard.forget(a), b, shard.order, shard.ring, False))
+    with ieee_products():
+        carried = [torch.einsum("bthn,bhpn->bthp", effect, states[:, i]) for i, effect in enumerate(effects)]
+    return shard.join([out + each for out, each in zip(outs, carried, strict=True)])
+
+
+def _structured_chunk(inputs: list[Tensor], prior: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    x, log_decay, B, C = (each.transpose(1, 2) for each in inputs[:4])  # [batch, heads, tokens, ...]
+    c, own = log_decay.cumsum(-1), inputs[4][:, None]
+    same = (own[..., :, None] == own[..., None, :]).tril()
+    reads, stays = own == prior[..., None], own == own[..., -1:]
+    with ieee_products():
+        out = ((C @ B.mT) * torch.where(same, c[..., :, None] - c[..., None, :], -torch.inf).exp()) @ x
+        out = out + (C * torch.where(reads, c, -torch.inf).exp()[..., None]) @ state.mT
+        kept = torch.where(own[..., -1:] == prior[..., None], c[..., -1:], -torch.inf).exp()[..., None]
+        state = state * kept + (x * torch.where(stays, c[..., -1:] - c, -torch.inf).exp()[..., None]).mT @ B
+    return out.transpose(1, 2), state
+
+
+def _selective(shard: RunShard, runs: list[Run], A: Tensor) -> Tensor:
+    """Mamba-1."""
+    zeros = runs[0][0].new_zeros(runs[0][0].shape[0], *A.shape)
+    ends = torch.stack([_scan(run, A, zeros)[1] for run in runs], 1)
+    decays = torch.stack([(dt.sum(1)[..., None] * A).exp() for _, dt, *_ in runs], 1)
+    states = fold_runs(shard.forget(decays)[:, :, None], ends[:, :, None], shard.order, shard.ring, False).squeeze(2)
+    states = shard.begin_fresh(states)
+    return shard.join([_scan(run, A, states[:, i])[0] for i, run in enumerate(runs)])
+
+
+def _scan(run: Run, A: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs of a run from the state before it, [batch, n, channels], and the state after it."""
+    x, dt, B, C, documents = run
+    documents = _one_document(x) if documents is None else documents
+    new = torch.cat([torch.zeros_like(documents[:, :1]), documents.diff()], 1) != 0
+    outs = []
+    for begin in range(0, x.shape[1], CHUNK):
+        part = slice(begin, begin + CHUNK)
+        out, state = checkpoint(_scan_chunk, *(each[:, part] for each in (x, dt, B, C, new)), A, state, use_reentrant=False)  # type: ignore[misc]
+        outs.append(out)
+    return (torch.cat(outs, 1) if outs else x), state
+
+
+def _scan_chunk(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, new: Tensor, A: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Compose the maps of a chunk's tokens by doubling: after step i each map is that of the last 2^i tokens."""
+    a = torch.where(new[..., None, None], 0, (dt[..., None] * A).exp())
+    b = (dt * x)[..., None] * B[:, :, None]
+    span = 1
+    while span < x.shape[1]:
+        a_before, b_before = F.pad(a[:, :-span], (0, 0, 0, 0, span, 0), value=1), F.pad(b[:, :-span], (0, 0, 0, 0, span, 0))
+        a, b = a * a_before, a * b_before + b
+        span *= 2
+    states = a * state[:, None] + b
+    with ieee_products():
+        return torch.einsum("btdn,btn->btd", states, C), states[:, -1]
+
+
+def _one_document(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape[:2], dtype=torch.int32, device=x.device)
