@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..processes import WorkerGroups, Terminated, check_count, check_installed, hear_interrupts
+from ..processes import Terminated, WorkerGroups, check_count, check_installed, hear_interrupts
 from . import data, events, folder, lock, picture
 from .config import Config
 from .loop import LOG
