@@ -20,8 +20,9 @@ from .attend.dropout import dropout_state
 from .attend.one_run import impossible, positions_of
 from .attend.state import State
 from .axes import dtype_names, on_auto_axes, sharded_like, vary_alike
-from .call.autograd import OpInputs, refuse_second_derivative, reverse_only, sharded_state
-from .call.prepare import Arrays, CompiledCall, checked, problem_of
+from .call.autograd import OpInputs, recorded, refuse_second_derivative, reverse_only, sharded_state
+from .call.decide import Decision, compile_call
+from .call.prepare import Arrays, problem_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -78,13 +79,13 @@ def attend_block(
 
 def block_state(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, runs: tuple[Run, Run]) -> State:
     """Compute ``attend_block`` from arguments packed into records. ``runs``: the query run and the key run."""
-    compiled = checked(problem_of(q, k, v, arrays, 1, options), anywhere=True)
+    decision = compile_call(problem_of(q, k, v, arrays, 1, options), any_position=True, ahead=True)
     of_q, of_k = ((0, _int32(run.length), _int32(run.start), run.stride) for run in runs)
     fields: Any = row(of_q, of_k, options.mask.clamped(FARTHEST), q.shape[1], k.shape[1])
     rows = jnp.stack([jnp.asarray(field, jnp.int32) for field in fields])[None, None]
     inputs, rows = vary_alike((), OpInputs.of(q, k, v, arrays), rows)
     (inputs,) = reverse_only(inputs)
-    return _attention(inputs, rows, compiled)
+    return _attention(inputs, rows, decision)
 
 
 def merge(a: tuple[Array, Array] | Sequence[tuple[Array, Array]], b: tuple[Array, Array] | None = None) -> tuple[Array, Array]:
@@ -121,10 +122,10 @@ def _int32(x: Any) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _attention(inputs: OpInputs, rows: jax.Array, compiled: CompiledCall) -> State:
+def _attention(inputs: OpInputs, rows: jax.Array, decision: Decision) -> State:
     def forward(inputs: OpInputs, rows: jax.Array) -> State:
         q, k, v, arrays = inputs
-        state = compiled.backend.attend(q, compiled.keys(k, v, arrays), rows, compiled.scored(arrays), None, last=False)
+        state = decision.backend.attend(q, decision.pack_keys(k, v, arrays), rows, decision.score_with(arrays), None, last=False)
         if arrays.extents is None:
             return state
         return state.nan_at(impossible(arrays.extents, positions_of(rows[:, 0, 2:5], q.shape[1])))
@@ -132,22 +133,22 @@ def _attention(inputs: OpInputs, rows: jax.Array, compiled: CompiledCall) -> Sta
     return on_auto_axes(forward, sharded_state(inputs))(inputs, rows)
 
 
-def _forward(inputs: OpInputs, rows: jax.Array, compiled: CompiledCall) -> tuple[State, tuple[OpInputs, jax.Array, State]]:
-    total = _attention(inputs, rows, compiled.recorded)
+def _forward(inputs: OpInputs, rows: jax.Array, decision: Decision) -> tuple[State, tuple[OpInputs, jax.Array, State]]:
+    total = _attention(inputs, rows, recorded(decision))
     return total, (inputs, rows, total)
 
 
-def _backward(compiled: CompiledCall, residuals: tuple[OpInputs, jax.Array, State], dtotal: State) -> tuple[OpInputs, None]:
+def _backward(decision: Decision, residuals: tuple[OpInputs, jax.Array, State], dtotal: State) -> tuple[OpInputs, None]:
     inputs, rows, total = residuals
     inputs, total, dtotal = reverse_only(inputs, total, dtotal._replace(rest=None))
-    return _gradients(inputs, rows, total, dtotal, compiled.of_backward), None
+    return _gradients(inputs, rows, total, dtotal, decision.backward), None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _gradients(inputs: OpInputs, rows: jax.Array, total: State, dtotal: State, compiled: CompiledCall) -> OpInputs:
+def _gradients(inputs: OpInputs, rows: jax.Array, total: State, dtotal: State, decision: Decision) -> OpInputs:
     def backward(inputs: OpInputs, rows: jax.Array, total: State, dtotal: State) -> OpInputs:
-        (q, k, v, arrays), backend = inputs, compiled.backend
-        keys, score = compiled.keys(k, v, arrays), compiled.scored(arrays)
+        (q, k, v, arrays), backend = inputs, decision.backend
+        keys, score = decision.pack_keys(k, v, arrays), decision.score_with(arrays)
         of_q = backend.backward_inputs(q, keys, rows, score, total, dtotal)
         dq, dkv = backend.attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)
         dk, dv = dkv if isinstance(dkv, tuple) else jnp.split(dkv, [k.shape[-1]], -1)

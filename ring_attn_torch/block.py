@@ -34,11 +34,10 @@ from .call.autograd import (
     saved_of,
     separate_gradients,
 )
+from .call.decide import compile_call
 from .call.prepare import (
     Arrays,
     check_tensors,
-    checked,
-    checked_backward,
     differentiates,
     problem_of,
     refuse_transforms,
@@ -197,7 +196,8 @@ def _block(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, counts: Sequence[int
     length of the query run, those of the key run, the stride of both, then ``Options.counts``. ``call``: ``OpCall.text``."""
     (q_start, q_length, k_start, k_length, stride), options = counts[:5], OpCall.read(call, tuple(counts[5:])).options
     problem = problem_of(q, k, v, arrays, 1, options)
-    compiled = (checked_backward if backward else checked)(problem, anywhere=True)
+    decision = compile_call(problem, any_position=True)
+    decision = decision.backward if backward else decision
     of_q, of_k = (0, q_length, q_start, stride), (0, k_length, k_start, stride)
     look = problem.device == "cpu" and not backward
     if look and arrays.extents is not None:
@@ -205,4 +205,4 @@ def _block(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, counts: Sequence[int
     if look and arrays.key_extents is not None:
         check_key_extents(arrays.key_extents.long(), [of_k], FARTHEST)
     rows = ((row(of_q, of_k, options.mask, q.shape[1], k.shape[1]),),)
-    return _Block(compiled.keys(k, v, arrays), rows, compiled.scored(arrays), compiled.backend)
+    return _Block(decision.pack_keys(k, v, arrays), rows, decision.score_with(arrays), decision.backend)

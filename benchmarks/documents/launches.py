@@ -14,7 +14,8 @@ from ring_attn_core.plan.needed import NeededPlan
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.problem.options import Options
 from ring_attn_torch.attend.state import State
-from ring_attn_torch.call.prepare import Arrays, checked, checked_backward, problem_of
+from ring_attn_torch.call.decide import compile_call
+from ring_attn_torch.call.prepare import Arrays, problem_of
 
 
 class Sizes(NamedTuple):
@@ -64,18 +65,18 @@ class Rank:
         own, begin = at[rank], first[at[rank]]
         extents = torch.from_numpy(np.stack([begin, own + 1], -1)[None].astype(np.int32)).to(k.device)
         problem = problem_of(self.q, k, v, arrays := Arrays(extents=extents), ranks, options)
-        compiled = checked(problem, anywhere=False)
-        self.backends = compiled.backend, checked_backward(problem, anywhere=False).backend
-        keys, self.score = compiled.keys(k, v, arrays), compiled.scored(arrays)
+        decision = compile_call(problem, any_position=False)
+        self.backends = decision.backend, decision.backward.backend
+        keys, self.score = decision.pack_keys(k, v, arrays), decision.score_with(arrays)
         self.pairs = int((own - begin + 1).sum())
         sees = lambda keys: (np.searchsorted(keys, own, "right") > np.searchsorted(keys, begin)).any()
         shifts = [s for s in plan.shifts if not (skip and s) or sees(at[rank - s])]
         self.steps = [(keys, plan.rows(rank, s), s == shifts[-1]) for s in shifts]
-        if isinstance(compiled.steps, NeededPlan):
-            tokens = compiled.steps.capacity(rank)
+        if isinstance(decision.steps, NeededPlan):
+            tokens = decision.steps.capacity(rank)
             attended = keys._replace(kv=keys.kv.repeat(1, -(-tokens // k.shape[1]), 1, 1)[:, :tokens].contiguous())
-            self.steps = [(attended, compiled.steps.rows(rank, 0), True)]
-        self.total, direct = self.forward(), isinstance(compiled.steps, NeededPlan)
+            self.steps = [(attended, decision.steps.rows(rank, 0), True)]
+        self.total, direct = self.forward(), isinstance(decision.steps, NeededPlan)
         self.arrived = None if direct else torch.zeros_like(keys.kv, dtype=torch.float32)
         self.works = {"forward": self.forward, "backward": self.backward}
 

@@ -16,7 +16,8 @@ from ring_attn_core import causal
 from ring_attn_core.problem import problem as of_call
 from ring_attn_core.problem.options import Options
 from ring_attn_torch.attend.state import BackwardInputs, Gradients, State
-from ring_attn_torch.call.prepare import Arrays, checked, problem_of
+from ring_attn_torch.call.decide import compile_call
+from ring_attn_torch.call.prepare import Arrays, problem_of
 from ring_attn_torch.ring import loop, peers
 
 from ..support.process import answer, run_fresh
@@ -85,7 +86,6 @@ def silent_transport() -> Iterator[None]:
     with (
         patch.dict(peers.MAKERS, {"cpu": Unshared}),
         patch.object(peers, "exchange", lambda *_: []),
-        patch.object(peers, "check_access", lambda *_: None),
         patch.object(dist, "batch_isend_irecv", lambda operations: works),
         patch.object(dist, "all_gather_into_tensor", lambda *_, **__: works[0]),
         patch.object(dist, "all_to_all_single", lambda *_, **__: works[0]),
@@ -134,8 +134,8 @@ _CALLS: Sequence[Any] = (dist.isend, dist.irecv)
 def _passes(strategy: str, ranks: int, group: Any, q: Tensor) -> dict[str, Callable[[], Any]]:
     options = Options(mask=causal(), strategy=strategy)
     with patch.object(of_call, "check_device", lambda *_: None):  # "push" is of GPUs
-        compiled = checked(problem_of(q, q, q, Arrays(), ranks, options), anywhere=False)
-    keys, score, ring = compiled.keys(q, q, Arrays()), compiled.scored(Arrays()), compiled.ring(group)
+        decision = compile_call(problem_of(q, q, q, Arrays(), ranks, options), any_position=False)
+    keys, score, ring = decision.pack_keys(q, q, Arrays()), decision.score_with(Arrays()), decision.ring(group)
     lse = q[..., 0].clone()
     state = State(q, lse, lse)
     backend: Any = Idle(state, BackwardInputs(q, q, lse, lse), torch.zeros_like(keys.kv))

@@ -18,10 +18,12 @@ from ring_attn_core.reference.oracle import Attention, rounding
 from ring_attn_jax.attend import keys as jax_keys
 from ring_attn_jax.attend.dropout import dropout_state as jax_dropout_state
 from ring_attn_jax.call import prepare as jax_prepare
+from ring_attn_jax.call.decide import decide as jax_decide
 from ring_attn_torch.attend import keys as torch_keys
 from ring_attn_torch.attend.dropout import Dropout
 from ring_attn_torch.attend.dropout import dropout_state as torch_dropout_state
 from ring_attn_torch.call import prepare as torch_prepare
+from ring_attn_torch.call.decide import compile_call as torch_compile
 
 from ..support.cases import Case
 
@@ -51,8 +53,8 @@ def _torch_score(case: Case, backend: str, q: Any, k: Any, v: Any, arrays: dict[
     draw = None if seed is None else torch_dropout_state(Dropout(seed), torch.device("cuda"))
     given = torch_prepare.Arrays(**arrays, dropout_seed=draw)
     problem = torch_prepare.problem_of(q, k, v, given, case.plan.ranks, _options(case, backend))
-    compiled, backward = torch_prepare.checked(problem, anywhere=False), torch_prepare.checked_backward(problem, anywhere=False)
-    return compiled.scored(given), (compiled.backend, backward.backend)
+    decision = torch_compile(problem, any_position=False)
+    return decision.score_with(given), (decision.backend, decision.backward.backend)
 
 
 def _options(case: Case, backend: str) -> Options:
@@ -89,8 +91,8 @@ def _jax_ring(case: Case, backend: str, q: Any, k: Any, v: Any, dout: Any, dlse:
     draw = None if seed is None else jax_dropout_state(seed, (0, 0))
     given = [jax_prepare.Arrays(**arrays, dropout_seed=draw) for arrays in of_rank]
     problem = jax_prepare.problem_of(q[0], k[0], v[0], given[0], plan.ranks, _options(case, backend))
-    compiled = jax_prepare.checked(problem, anywhere=False)
-    scores, backends = [compiled.scored(arrays) for arrays in given], (compiled.backend, compiled.of_backward.backend)
+    decision = jax_decide(problem)
+    scores, backends = [decision.score_with(arrays) for arrays in given], (decision.backend, decision.backward.backend)
     two_arrays = backends[1].two_arrays and not plan.hops
 
     def make_keys(r: int, forward: bool) -> jax_keys.Keys:

@@ -18,8 +18,8 @@ import torch
 from ring_attn_core import causal, full, sliding_window
 from ring_attn_core.problem.options import Options
 from ring_attn_torch import ring_attention
+from ring_attn_torch.call.decide import decide
 from ring_attn_torch.call.prepare import Arrays, problem_of
-from ring_attn_torch.ring.reach import with_reach
 
 from ..support.cases import Case, check
 from ..support.combinations import EVERYTHING
@@ -120,10 +120,10 @@ def automatic(group: Any) -> tuple[str, bool, str, bool]:
     problem = problem_of(q, q, q, Arrays(), GPUS, Options())
     with torch.no_grad():
         expected, out = ring_attention(q, q, q, group=group, strategy="ring"), ring_attention(q, q, q, group=group)
-        taken, graph = with_reach(problem, q.device, group).strategy, torch.cuda.CUDAGraph()
+        taken, graph = decide(problem, Arrays(), group, q.device).strategy, torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
-            inside = with_reach(problem, q.device, group).strategy
+            inside = decide(problem, Arrays(), group, q.device).strategy
             captured = ring_attention(q, q, q, group=group)
         graph.replay()
         torch.cuda.synchronize()

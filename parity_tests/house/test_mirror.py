@@ -1,4 +1,4 @@
-"""The two packages say the same: public names, parameters, paths of files, and ring/loop.py to the letter after renaming."""
+"""The two packages say the same: public names, parameters, paths of files, and the text of the loop and of decisions."""
 
 from __future__ import annotations
 
@@ -69,7 +69,6 @@ ONLY_IN_TORCH = {
     "functional/flex.py": "a signature of torch.nn.attention",
     "functional/scaled_dot_product.py": "a signature of torch.nn.functional",
     "functional/shards.py": "what these three share",
-    "call/documents.py": 'JAX traces extents, so that "auto" cannot look at them',
     "attend/vendor.py": "JAX's attention of cuDNN does not take the lse of a whole ring for its backward",
 }
 RENAMED = {"group": "axis_name"}
@@ -138,6 +137,15 @@ def test_the_loop_is_the_same_text():
 
 def renamed(text: str) -> str:
     return text[text.index("def forward") :].replace("jax.Array", "Tensor")
+
+
+def test_decisions_and_their_compilation_are_the_same_text():
+    """Except for the name of a ring, the traced positions of JAX, and the cache of PyTorch, which decides at every call."""
+    ours, theirs = ((Path(p.__file__).parent / "call" / "decide.py").read_text() for p in (jax_package, torch_package))
+    ours = ours.replace("axis_name: str", "group: Group").replace("axis_name", "group").replace(", arrays.positions)", ")")
+    theirs = theirs.replace("@lru_cache(maxsize=MOST_KNOWN)\n", "")
+    shared = lambda text: text[text.index("class Decision") : text.index("def _backend")]
+    assert shared(ours) == shared(theirs)
 
 
 @pytest.mark.parametrize("package", [jax_package, torch_package], ids=["jax", "torch"])

@@ -10,7 +10,9 @@ import pytest
 from ring_attn_core import full
 from ring_attn_core.problem.options import Options
 from ring_attn_jax import attend_block
-from ring_attn_jax.call.prepare import Arrays, checked, problem_of
+from ring_attn_jax.call import decide
+from ring_attn_jax.call.autograd import recorded
+from ring_attn_jax.call.prepare import Arrays, problem_of
 
 
 def test_a_block_is_not_rounded_to_the_dtype_of_its_inputs():
@@ -33,6 +35,23 @@ def test_a_backend_by_name_reads_values_as_an_array_where_a_gradient_is_wanted(b
     """Its backward reads them so, and a name stands for both passes."""
     q, k = jnp.zeros((1, 6, 2, 8)), jnp.zeros((1, 6, 1, 8))
     problem = problem_of(q, k, k[..., :4], Arrays(), 1, Options(layout="contiguous", backend=backend, v_dim=4))
-    call = checked(problem, anywhere=False)
-    assert call.values_in_keys
-    assert (call.recorded.values_in_keys is None) == (backend == "blockwise")
+    decision = decide.decide(problem)
+    assert decision.values_in_keys
+    assert recorded(decision).values_in_keys == (backend == "auto")
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked"),
+    [("auto", [("forward",), ("backward",)]), ("blockwise", [("forward", "backward")])],
+    ids=["auto", "by name"],
+)
+def test_auto_compiles_the_backward_when_it_comes_and_a_name_compiles_both_at_once(monkeypatch, backend, asked):
+    q, passes, began = jnp.zeros((1, 6, 2, 8)), [], []
+    monkeypatch.setattr(decide, "runnable", lambda problem, any_position, of: passes.append(tuple(of)))
+    monkeypatch.setattr(decide, "begin_backward", lambda *_: began.append(len(passes)))
+    decision = decide.decide(problem_of(q, q, q, Arrays(), 1, Options(backend=backend)))
+    assert passes == asked[:1]
+    assert began == ([0] if backend == "auto" else []), "before the forward is compiled"
+    for _ in range(2):
+        assert decision.backward.backend
+    assert passes == asked

@@ -184,14 +184,23 @@ def all_wrong_and_the_first_late(group):
     return ring_attention(**shards(), group=group, layout="spiral")
 
 
-def test_a_repeated_problem_asks_nobody(gloo):
-    gloo(RANKS, repeated)
+@pytest.mark.parametrize("differentiated", [False, True], ids=["forward", "and backward"])
+def test_a_first_call_makes_one_exchange_and_a_repeated_one_none(gloo, differentiated):
+    assert gloo(RANKS, exchanges, differentiated) == [[1, 1, 2]] * RANKS
 
 
-def repeated(group):
-    ring_attention(**shards(), group=group, scale=0.123)
-    with patch.object(agreement, "_exchange", side_effect=AssertionError("asked")):
-        ring_attention(**shards(), group=group, scale=0.123)
+def exchanges(group, differentiated):
+    """Return how many exchanges the ranks have made after a call, after an equal one, and after another."""
+    forget(group)
+    counts = []
+    with patch.object(agreement, "_exchange", wraps=agreement._exchange) as made:
+        for scale in (0.123, 0.123, 0.5):
+            inputs = {name: x.requires_grad_(differentiated) for name, x in shards().items()}
+            out = ring_attention(**inputs, group=group, scale=scale)
+            if differentiated:
+                out.sum().backward()
+            counts.append(made.call_count)
+    return counts
 
 
 def test_repeated_offsets_ask_nobody_and_those_on_the_device_are_not_compared(gloo):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ring_attn_core.plan.balanced import balanced_layout
 from ring_attn_core.problem.traffic import traffic
 from ring_attn_torch import ring_attention
-from ring_attn_torch.call import documents
+from ring_attn_torch.call import decide
 from ring_attn_torch.ring import agreement
 
 from ..support.balanced import AUTO_CASES
@@ -26,8 +26,10 @@ from .test_strategies import count
 
 
 def forget(group: dist.ProcessGroup) -> None:
-    """Forget the extents that other tests passed on this group."""
-    documents._found.pop(group, None)
+    """Forget the calls and the extents of other tests on this group."""
+    record = agreement.history_of(group)
+    record.agreed.clear()
+    record.read.clear()
 
 
 @pytest.mark.parametrize("case", AUTO_CASES, ids=str)
@@ -90,28 +92,30 @@ def check_bits(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
 
 
 def looks(group: dist.ProcessGroup) -> list[int]:
-    """Return how many times the ranks looked at extents after each of some calls, by the rule of GPUs."""
+    """Return how many exchanges the ranks have made after each of some calls, by the rule of GPUs."""
     forget(group)
     x, extents, counts = torch.ones(1, 16, 1, 8), own_extents(group), []
 
     def call(extents: torch.Tensor) -> None:
         ring_attention(x, x, x, group=group, layout=LAYOUT, extents=extents)
-        counts.append(looked.call_count)
+        counts.append(exchanges.call_count)
 
-    with patch.object(documents, "EACH_TIME", ()), patch.object(documents, "agree", wraps=agreement.agree) as looked:
+    with patch.object(decide, "EACH_TIME", ()), patch.object(decide, "exchange", wraps=agreement.exchange) as exchanges:
         for each in (extents, extents, extents.clone()):
             call(each)
         call(extents.mul_(1))  # other values, for all that a rank knows without reading them
-        with torch.inference_mode():
-            call(extents.clone())
+        for _ in range(2):
+            with torch.inference_mode():
+                call(extents.clone())
         extents[..., 0] = 0
         call(extents)
         call(extents.clone())
     return counts
 
 
-def test_each_tensor_of_extents_is_looked_at_once_on_gpus_until_one_reaches_beyond(gloo):
-    assert gloo(4, looks) == [[1, 1, 2, 3, 3, 4, 4]] * 4
+def test_each_tensor_of_extents_is_read_once_on_gpus_until_one_reaches_beyond(gloo):
+    """Inference tensors are not read after the first call that brings some."""
+    assert gloo(4, looks) == [[1, 1, 2, 3, 4, 4, 5, 5]] * 4
 
 
 def refusal(group: dist.ProcessGroup) -> str:

@@ -12,7 +12,8 @@ from ring_attn_core.problem.options import Options
 from ring_attn_torch import attend_block, ring_attention
 from ring_attn_torch.call import signature
 from ring_attn_torch.call.autograd import Eager, OpCall
-from ring_attn_torch.call.prepare import Arrays, checked, problem_of
+from ring_attn_torch.call.decide import check_intervals
+from ring_attn_torch.call.prepare import Arrays, problem_of
 
 
 def test_slopes_that_require_a_gradient_are_refused_after_others_were_taken():
@@ -27,10 +28,10 @@ def test_intervals_of_padding_are_not_looked_at_and_those_of_tokens_are(name):
     """Of 10 tokens in shards of 6, the last rank holds 4 and 2 slots of padding."""
     x, intervals = torch.randn(1, 6, 2, 8), torch.tensor([[0, 10]] * 4 + [[5, 2]] * 2)[None]
     arrays = Arrays(**{name: intervals})
-    call = checked(problem_of(x, x, x, arrays, 2, Options(layout="contiguous", length=10)), anywhere=False)
-    call.check_intervals(arrays, 1)
+    plan = problem_of(x, x, x, arrays, 2, Options(layout="contiguous", length=10)).plan
+    check_intervals(arrays, plan, 1)
     with pytest.raises(ValueError, match=rf"^{name} must be 0 <= first .* got \[5, 2\] for the (query|key) at position 4 "):
-        call.check_intervals(arrays, 0)
+        check_intervals(arrays, plan, 0)
 
 
 def test_the_rounding_error_of_lse_takes_no_gradient():

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from ring_attn_core import causal, full, sliding_window
 from ring_attn_core.problem.traffic import traffic
 from ring_attn_torch import ring_attention
-from ring_attn_torch.ring import peers, reach
+from ring_attn_torch.ring import peers
+from ring_attn_torch.ring.reach import Reach, check_access
 from ring_attn_torch.ring.rendezvous import Renumbered
 from ring_attn_torch.ring.strategies import push
 
@@ -189,15 +190,11 @@ def called_late(group: Any) -> tuple[list[int], list[int]]:
     return late
 
 
-class StandIn:
-    """A group that makes no exchange."""
-
-
 @pytest.mark.parametrize("second", [["b", "2"], ["a", "2", 1, ["2"], ["1", "3"]]], ids=["hosts", "access"])
 def test_gpus_that_cannot_reach_each_other_are_refused(second):
-    found = [["a", "1"], second]
-    with patch.object(reach, "exchange", lambda *_: found), pytest.raises(ValueError, match="rank 1"):
-        reach.check_access(StandIn(), torch.device("cpu"))
+    ranks = [Reach("a", "1"), Reach(*second)]
+    with pytest.raises(ValueError, match="rank 1"):
+        check_access(ranks)
 
 
 def test_a_rendezvous_comes_off_if_some_ranks_have_met_in_a_smaller_group_before(gloo):

@@ -1,4 +1,4 @@
-"""The reach of GPUs, by which "auto" chooses in PyTorch: exchanged once for each group, and the same on all ranks."""
+"""The reach of GPUs, by which "auto" chooses in PyTorch: exchanged with the first call of a problem, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from ring_attn_core.problem import auto
 from ring_attn_core.problem.options import Options
 from ring_attn_torch import ring_attention
-from ring_attn_torch.call import autograd, prepare
+from ring_attn_torch.call import autograd, decide, prepare
 from ring_attn_torch.call.prepare import Arrays, problem_of
-from ring_attn_torch.ring import agreement, reach
+from ring_attn_torch.ring import agreement
 from ring_attn_torch.ring.reach import Reach
 
 from ..support.peers import mapped
@@ -32,9 +32,10 @@ def as_on_gpus(group: Any, ranks: list[Reach]) -> Iterator[None]:
     with ExitStack() as patches:
         patches.enter_context(patch.object(auto, "_is_measured", lambda problem: True))
         patches.enter_context(patch.object(auto, "SHORT", 0))
-        patches.enter_context(patch.object(reach, "reach", lambda device: ranks[dist.get_rank(group)]))
+        patches.enter_context(patch.object(decide, "reach", lambda device: ranks[dist.get_rank(group)]))
         patches.enter_context(mapped())
-        for clear in (prepare._problem.cache_clear, lambda: reach._known.pop(group, None)):
+        decisions = agreement.history_of(group).agreed, agreement.ALONE.agreed
+        for clear in (prepare._problem.cache_clear, decide.compile_call.cache_clear, *(each.clear for each in decisions)):
             clear()
             patches.callback(clear)
         yield
@@ -44,18 +45,18 @@ def attend(group: Any, ranks: list[Reach], strategy: str = "auto") -> tuple[list
     """Return the strategies of two forwards and backwards, and dk. The second ones may exchange nothing."""
     taken: list[str] = []
 
-    def spy(check: Any) -> Any:
-        def spied(problem: Any, **how: Any) -> Any:
-            compiled = check(problem, **how)
-            taken.append(compiled.strategy)
-            return compiled
+    def spy(make: Any) -> Any:
+        def spied(*call: Any, **how: Any) -> Any:
+            decision = make(*call, **how)
+            taken.append(decision.strategy)
+            return decision
 
         return spied
 
     torch.manual_seed(dist.get_rank(group))
     q, k, v = (torch.randn(1, 6, 2, 8, requires_grad=True) for _ in range(3))
     with as_on_gpus(group, ranks), ExitStack() as patches:
-        for name in ("checked", "checked_backward"):
+        for name in ("decide", "decided"):
             patches.enter_context(patch.object(autograd, name, spy(getattr(autograd, name))))
         ring_attention(q, k, v, group=group, strategy=strategy).sum().backward()  # type: ignore[arg-type]
         patches.enter_context(patch.object(agreement, "_exchange", side_effect=AssertionError("asked")))
@@ -96,9 +97,9 @@ def captured(group: Any) -> tuple[str, str]:
     ranks = [each._replace(reached=GPUS[:2]) for each in ALL_REACHED[:2]]
     with as_on_gpus(group, ranks):
         problem = problem_of(q, q, q, Arrays(), 2, Options())
-        outside = reach.with_reach(problem, q.device, group)
-        with patch.object(reach, "capturing", lambda device: True):
-            inside = reach.with_reach(problem, q.device, group)
+        outside = decide.decide(problem, Arrays(), group, q.device)
+        with patch.object(agreement, "capturing", lambda device: True):
+            inside = decide.decide(problem, Arrays(), group, q.device)
     return outside.strategy, inside.strategy
 
 
@@ -107,8 +108,20 @@ def test_on_cpus_the_reach_is_not_exchanged(gloo):
 
 
 def plain(group: Any) -> None:
-    with patch.object(reach, "exchange", side_effect=AssertionError("asked")):
+    with patch.object(decide, "reach", side_effect=AssertionError("asked")):
         ring_attention(*torch.randn(3, 1, 6, 2, 8), group=group, layout="contiguous")
+
+
+def test_a_strategy_by_name_that_lacks_reach_is_refused_on_all_ranks(gloo):
+    errors = gloo.outcomes(2, named)
+    assert [type(error) for error in errors] == [ValueError] * 2
+    assert all("GPUs that reach each other" in str(error) and "rank 1 is on another host" in str(error) for error in errors)
+
+
+def named(group: Any) -> None:
+    ranks = [ALL_REACHED[0], ALL_REACHED[1]._replace(host="another")]
+    with as_on_gpus(group, ranks), patch.object(decide, "COPYING", ("cpu",)):
+        ring_attention(*torch.randn(3, 1, 6, 2, 8), group=group, strategy="push")
 
 
 def test_ranks_that_disagree_before_the_exchange_all_say_on_what(gloo):

@@ -39,11 +39,13 @@ def test_an_untried_transformers_is_named_once_and_runs(monkeypatch: pytest.Monk
 
 def test_an_untried_torch_is_named_once_and_runs(monkeypatch: pytest.MonkeyPatch):
     from ring_attn_torch import ring_attention
-    from ring_attn_torch.call import prepare
+    from ring_attn_torch.call import decide
+    from ring_attn_torch.ring import agreement
 
     monkeypatch.setattr(releases, "version", lambda package: "9.9")
     monkeypatch.setattr(releases, "_looked_at", set())
-    prepare.checked.cache_clear()
+    decide.compile_call.cache_clear()
+    agreement.ALONE.agreed.clear()
     x = torch.ones(1, 6, 1, 8)
     with pytest.warns(UserWarning, match=re.escape("torch 9.9 was not tried with ring-attn")):
         ring_attention(x, x, x)

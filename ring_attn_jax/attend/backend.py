@@ -1,6 +1,6 @@
 """The interface of a backend: the three functions that the ring loop (``ring/loop.py``) calls.
 
-``checked`` of ``call/prepare.py`` selects the backend of a call.
+``compile_call`` of ``call/decide.py`` selects the backend of a call.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from ..axes import Trees, on_auto_axes, ring_size, sharded_like, vary_alike
 from ..ring import loop
 from ..ring.strategies.needed import unavailable
 from ..ring.strategies.ring import rows
-from .prepare import Arrays, CompiledCall, checked, problem_of
+from .decide import Decision, decide
+from .prepare import Arrays, problem_of
 
 OUT_NAME = "ring_attn_out"
 LSE_NAME = "ring_attn_lse"
@@ -53,33 +54,37 @@ def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_nam
     """
     v = k[..., : options.v_dim] if v is None else v
     ranks = ring_size(axis_name)
-    problem = problem_of(q, k, v, arrays, ranks, options.in_ring(ranks))
-    compiled = checked(problem, anywhere=False)
+    decision = decide(problem_of(q, k, v, arrays, ranks, options.in_ring(ranks)))
     (inputs,) = reverse_only(*vary_alike((axis_name,), OpInputs.of(q, k, v, arrays)))
-    return _attention(inputs, compiled, axis_name)
+    return _attention(inputs, decision, axis_name)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _attention(inputs: OpInputs, compiled: CompiledCall, axis_name: str) -> tuple[jax.Array, jax.Array]:
-    out, lse, _ = round_the_ring(inputs, compiled, axis_name)
+def _attention(inputs: OpInputs, decision: Decision, axis_name: str) -> tuple[jax.Array, jax.Array]:
+    out, lse, _ = round_the_ring(inputs, decision, axis_name)
     return out, lse
 
 
-def round_the_ring(inputs: OpInputs, compiled: CompiledCall, axis_name: str, total: State | None = None) -> State:
+def round_the_ring(inputs: OpInputs, decision: Decision, axis_name: str, total: State | None = None) -> State:
     """Run the ring's forward from ``total``, a state over other keys or None, and return the state of this rank's queries."""
 
     def forward(inputs: OpInputs, total: State | None) -> State:
         q, k, v, arrays = inputs
-        keys, score = compiled.keys(k, v, arrays), compiled.scored(arrays)
-        ring = compiled.ring(axis_name)
-        total = loop.forward(q, keys, score, ring, compiled.backend, total)
+        keys, score = decision.pack_keys(k, v, arrays), decision.score_with(arrays)
+        ring = decision.ring(axis_name)
+        total = loop.forward(q, keys, score, ring, decision.backend, total)
         if arrays.extents is None:
             return total
-        at = positions_of(rows(ring._replace(plan=compiled.plan), 0)[:, 0, 2:5], q.shape[1])
+        at = positions_of(rows(ring._replace(plan=decision.plan), 0)[:, 0, 2:5], q.shape[1])
         total = total.nan_at(impossible(arrays.extents, at))
         return total.nan_at(unavailable(arrays.extents, ring))
 
     return on_auto_axes(forward, sharded_state(inputs))(inputs, total)
+
+
+def recorded(decision: Decision) -> Decision:
+    """Return the decision on a forward that a backward follows: a backend named by the user reads v as an array in both."""
+    return decision if decision.problem.options.backend == "auto" else decision.backward
 
 
 def sharded_state(inputs: OpInputs) -> Any:
@@ -88,26 +93,24 @@ def sharded_state(inputs: OpInputs) -> Any:
     return State(PartitionSpec(*rows, of_v[3]), rows, rows if carries_rest(inputs.q.dtype) else None)  # type: ignore[arg-type]
 
 
-def _forward(
-    inputs: OpInputs, compiled: CompiledCall, axis_name: str
-) -> tuple[tuple[jax.Array, jax.Array], tuple[OpInputs, State]]:
-    out, lse, rest = round_the_ring(inputs, compiled.recorded, axis_name)
+def _forward(inputs: OpInputs, decision: Decision, axis_name: str) -> tuple[tuple[jax.Array, jax.Array], tuple[OpInputs, State]]:
+    out, lse, rest = round_the_ring(inputs, recorded(decision), axis_name)
     total = State(checkpoint_name(out, OUT_NAME), *checkpoint_name((lse, rest), LSE_NAME))
     return total[:2], (inputs, total)
 
 
-def _backward(compiled: CompiledCall, axis_name: str, residuals: tuple[OpInputs, State], dtotal: Any) -> tuple[OpInputs]:
-    return (_gradients(*reverse_only(*residuals, State(*dtotal)), compiled.of_backward, axis_name),)
+def _backward(decision: Decision, axis_name: str, residuals: tuple[OpInputs, State], dtotal: Any) -> tuple[OpInputs]:
+    return (_gradients(*reverse_only(*residuals, State(*dtotal)), decision.backward, axis_name),)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _gradients(inputs: OpInputs, total: State, dtotal: State, compiled: CompiledCall, axis_name: str) -> OpInputs:
+def _gradients(inputs: OpInputs, total: State, dtotal: State, decision: Decision, axis_name: str) -> OpInputs:
     """Return the gradients of the inputs as ``OpInputs``. Arrays without a gradient get None, which custom_vjp accepts."""
 
     def backward(inputs: OpInputs, total: State, dtotal: State) -> Any:
         q, k, v, arrays = inputs
-        keys, score, ring = compiled.keys(k, v, arrays), compiled.scored(arrays), compiled.ring(axis_name)
-        dq, dkv, dsinks = loop.backward(q, keys, total, dtotal, score, ring, compiled.backend)
+        keys, score, ring = decision.pack_keys(k, v, arrays), decision.score_with(arrays), decision.ring(axis_name)
+        dq, dkv, dsinks = loop.backward(q, keys, total, dtotal, score, ring, decision.backend)
         dk, dv = dkv if isinstance(dkv, tuple) else jnp.split(dkv, [k.shape[-1]], -1)
         dsinks = None if dsinks is None or arrays.sinks is None else dsinks.astype(arrays.sinks.dtype)
         return OpInputs(dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), Arrays(sinks=dsinks))

@@ -17,7 +17,8 @@ from ..attend.state import State, rest_of
 from ..axes import ring_size, vary_alike
 from ..block import block_state
 from ..call.autograd import OpInputs, round_the_ring
-from ..call.prepare import Arrays, checked, problem_of
+from ..call.decide import compile_call
+from ..call.prepare import Arrays, problem_of
 from .cache import KVCache
 from .scales import restored
 from .step import DecodeStep, shards
@@ -76,7 +77,7 @@ def prefill(
         strategy=strategy,
         backend=backend,
     )
-    compiled = checked(problem_of(q, k, v, arrays, ring_size(cache.axis_name), options), anywhere=False)
+    decision = compile_call(problem_of(q, k, v, arrays, ring_size(cache.axis_name), options), any_position=False)
     total = None
     new = k, v
     if not step.fresh:
@@ -86,7 +87,7 @@ def prefill(
     written = cache.append(layer, new[0], new[1], step)
     arrays = arrays if step.fresh else arrays._replace(sinks=None)  # sinks count once: with the chunk or the cached keys
     inputs, total = vary_alike((cache.axis_name,), OpInputs.of(q, k, v, arrays), total)
-    out, *_ = round_the_ring(inputs, compiled, cache.axis_name, total)
+    out, *_ = round_the_ring(inputs, decision, cache.axis_name, total)
     if step.ragged:
         out = jnp.where((step.positions < 0)[..., None, None], jnp.zeros((), out.dtype), out)
     return out, written

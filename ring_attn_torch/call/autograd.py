@@ -24,10 +24,10 @@ from ring_attn_core.problem.options import Options
 from ..attend.dropout import Dropout, dropout_state
 from ..attend.state import Gradients, State, carries_rest
 from ..ring import loop
-from ..ring.agreement import agree, agreed, same_error
-from ..ring.groups import group_of, rank_in
-from .documents import settle, settled
-from .prepare import Arrays, check_plain, check_tensors, checked, checked_backward, problem_on, refuse_transforms
+from ..ring.agreement import same_error
+from ..ring.groups import group_of, ranks_of
+from .decide import decide, decided
+from .prepare import Arrays, check_plain, check_tensors, problem_of, refuse_transforms
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -83,18 +83,14 @@ def attention(
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, call: OpCall, total: State | None = None, *, ahead: bool) -> State:
-    """Check that all ranks agree, and run the ring, from the state ``total`` if it is not None. ``ahead``: see ``checked``."""
+    """Decide with all ranks how to run the ring, and run it, from the state ``total`` if it is not None. ``ahead``: see
+    ``compile_call``."""
     group = group_of(call.group)
-    problem, looked = settle(problem_on(q, k, v, arrays, group, call.options), arrays, group)
-    with same_error(group):
-        compiled, rank = checked(problem, anywhere=False, ahead=ahead), rank_in(group)
-        some = arrays.extents is not None or arrays.key_extents is not None
-        look = some and not looked and (problem.device == "cpu" or not agreed(problem, group))
-        held = compiled.check_values(arrays, rank) if look else []
-    compiled.check_orders(agree(problem, group, again=look, value=held))
+    problem = problem_of(q, k, v, arrays, ranks_of(group), call.options)
+    decision = decide(problem, arrays, group, q.device, ahead=ahead)
     with no_autocast(problem.device):
-        keys, score = compiled.keys(k, v, arrays), compiled.scored(arrays)
-        return loop.forward(q, keys, score, compiled.ring(group), compiled.backend, total)
+        keys, score, ring = decision.pack_keys(k, v, arrays), decision.score_with(arrays), decision.ring(group)
+        return loop.forward(q, keys, score, ring, decision.backend, total)
 
 
 def backward(
@@ -103,11 +99,10 @@ def backward(
     """Return dq, dk, dv and the gradient of the sinks (an empty tensor without sinks). ``cotangents``: (dout, dlse). ``saved``:
     (q, k, v, out, lse), then ``rest`` if the forward saved it."""
     (dout, dlse), (q, k, v, *total), group = cotangents, saved, group_of(call.group)
-    problem = settled(problem_on(q, k, v, arrays, group, call.options, exchange=False), group)
-    compiled = checked_backward(problem, anywhere=False)
+    decision = decided(problem_of(q, k, v, arrays, ranks_of(group), call.options), arrays, group)
     with no_autocast(q.device.type):
-        keys, score, ring = compiled.keys(k, v, arrays), compiled.scored(arrays), compiled.ring(group)
-        dq, dkv, dsinks = loop.backward(q, keys, State(*total), State(dout, dlse), score, ring, compiled.backend)
+        keys, score, ring = decision.pack_keys(k, v, arrays), decision.score_with(arrays), decision.ring(group)
+        dq, dkv, dsinks = loop.backward(q, keys, State(*total), State(dout, dlse), score, ring, decision.backend)
     dk, dv = separate_gradients(dkv, k, v)
     dsinks = q.new_empty(0) if dsinks is None or arrays.sinks is None else dsinks.to(arrays.sinks.dtype)
     return dq if dq.dtype == q.dtype else dq.to(q.dtype), dk, dv, dsinks

@@ -1,8 +1,8 @@
-"""Conversion of a call to a Problem (plain data). The check of a Problem raises an error or gives plan, backend and strategy."""
+"""The checks of a call's tensors, and its description as a Problem (plain data)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -13,26 +13,13 @@ from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
-from ring_attn_core.data.layout_check import check_order, where_held
-from ring_attn_core.kernels.backends import PASSES, VENDORS, begin_backward, runnable
-from ring_attn_core.plan.needed import NeededPlan, check_available, unavailable
-from ring_attn_core.plan.ring import RingPlan
-from ring_attn_core.problem.checks import OptionalArray, check_extents, check_key_extents, check_v_dim
+from ring_attn_core.problem.checks import OptionalArray, check_v_dim
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
 from ring_attn_core.records import MOST_KNOWN
-from ring_attn_core.releases import warn_if_untried
 
-from ..attend.backend import Backend
-from ..attend.blockwise import Blockwise
-from ..attend.kernels import Kernels
-from ..attend.keys import Keys, pack
 from ..attend.launch import capability
-from ..attend.score import Score
-from ..attend.vendor import Vendor
-from ..ring.groups import Group, constant, group_of, is_dtensor, ranks_of
-from ..ring.reach import with_reach
-from ..ring.step import Ring
+from ..ring.groups import constant, group_of, is_dtensor
 
 
 class Arrays(NamedTuple):
@@ -57,12 +44,6 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, opti
     return _problem(kinds, q.device, ranks, options)
 
 
-def problem_on(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, group: Group, options: Options, exchange: bool = True) -> Problem:
-    """Describe the call as a Problem. For strategy "auto" on GPUs take the strategy of the group's reach, which comes from an
-    exchange in the group's first call, or without ``exchange`` only from the cache."""
-    return with_reach(problem_of(q, k, v, arrays, ranks_of(group), options), q.device, group, exchange)
-
-
 @lru_cache(maxsize=MOST_KNOWN)
 def _problem(
     kinds: tuple[tuple[torch.Size, torch.dtype] | None, ...], device: torch.device, ranks: int, options: Options
@@ -76,92 +57,6 @@ def _problem(
     q, k, v, *arrays = passed
     dtypes = q.dtype, k.dtype, v.dtype
     return Problem(q.shape, k.shape, v.shape, dtypes, device.type, ranks, options, tuple(arrays), capability(device), "torch")
-
-
-class CompiledCall(NamedTuple):
-    """A problem that passed all checks, with its plan, backend and strategy. ``score`` holds numbers only, no arrays."""
-
-    plan: RingPlan
-    score: Score
-    backend: Backend
-    strategy: str
-    steps: RingPlan
-    """The plan by which the strategy moves keys: ``plan`` itself, or for example a plan over shards that the strategy joins."""
-    values_in_keys: bool = False
-
-    def keys(self, k: Tensor, v: Tensor, arrays: Arrays) -> Keys:
-        """Pack k, v, the key mask and the key extents into ``Keys``, the form in which they travel between ranks."""
-        two_arrays, of_v = self.backend.two_arrays and not self.plan.travels, None if self.values_in_keys else v
-        return pack(k, of_v, arrays.key_mask, arrays.key_extents, two_arrays=two_arrays)
-
-    def scored(self, arrays: Arrays) -> Score:
-        """Return the score parameters with this call's extents, sinks, ALiBi slopes and dropout seed."""
-        scale, softcap, rate = self.score[:3]
-        return Score(scale, softcap, rate, arrays.extents, arrays.sinks, arrays.alibi_slopes, arrays.dropout_seed)
-
-    def check_values(self, arrays: Arrays, rank: int) -> list[tuple[bool, bool] | None]:
-        """Raise ValueError if an interval is invalid or ``extents`` permit a key that this rank lacks. Return each one's
-        ``where_held``."""
-        self.check_intervals(arrays, rank)
-        if arrays.extents is not None and isinstance(self.steps, NeededPlan):
-            check_available(arrays.extents.cpu().numpy(), self.steps, rank)
-        runs, first = self.plan.q_runs[rank], rank * self.plan.seq_local
-        alike = self.plan.q_runs == self.plan.k_runs  # a query and a key of an index have one position
-        held = lambda x: None if x is None or not alike else where_held(x.cpu().numpy(), runs, first)
-        return [held(arrays.extents), held(arrays.key_extents)]
-
-    def check_orders(self, ranks: list[Any]) -> None:
-        """Raise ValueError if arrays lie in natural order beside tokens that do not. ``ranks``: each rank's ``check_values``."""
-        for name, found in zip(("extents", "key_extents"), zip(*ranks, strict=True), strict=False):
-            check_order(name, found)
-
-    def check_intervals(self, arrays: Arrays, rank: int) -> None:
-        """Raise ValueError if an interval is invalid. ``check_values`` refuses extents with keys that this rank lacks."""
-        if arrays.extents is not None:
-            check_extents(arrays.extents.long(), self.plan.q_runs[rank], self.plan.kv_length)
-        if arrays.key_extents is not None:
-            check_key_extents(arrays.key_extents.long(), self.plan.k_runs[rank], self.plan.length)
-
-    def within_documents(self, extents: Tensor, rank: int) -> bool:
-        """Return True if this rank holds or receives each key that its queries may see."""
-        assert isinstance(self.steps, NeededPlan)
-        return unavailable(extents.cpu().numpy(), self.steps, rank) is None
-
-    def ring(self, group: Group) -> Ring:
-        """Return the ring of ``group``, with this call's plan and strategy."""
-        return Ring(self.steps, group, self.strategy)
-
-
-@lru_cache(maxsize=MOST_KNOWN)
-def checked(problem: Problem, *, anywhere: bool, ahead: bool = False) -> CompiledCall:
-    """Check the problem, compile its forward kernels, and cache the result. ``ahead``: begin to compile the backward's kernels
-    too. ``anywhere``: the caller chooses the runs' positions, not the plan. With backend "auto" the backward selects its own."""
-    warn_if_untried("torch", not dist.is_initialized() or dist.get_rank() == 0)
-    plan, options = problem.check(), problem.options
-    score = Score(problem.scale, options.softcap, options.dropout_rate)
-    forward_only = options.backend == "auto" or options.values_in_keys
-    if ahead and forward_only:
-        begin_backward(problem.ordinary, anywhere)
-    backend = _backend_of(problem, anywhere, PASSES[:1] if forward_only else PASSES)
-    return CompiledCall(plan, score, backend, problem.strategy, problem.steps, options.values_in_keys)
-
-
-@lru_cache(maxsize=MOST_KNOWN)
-def checked_backward(problem: Problem, *, anywhere: bool) -> CompiledCall:
-    """Check the problem and compile its backward kernels, cached. The backward always reads v as a separate array."""
-    problem = problem.ordinary
-    compiled = checked(problem, anywhere=anywhere)
-    if problem.options.backend != "auto":
-        return compiled
-    return compiled._replace(backend=_backend_of(problem, anywhere, PASSES[1:]))
-
-
-def _backend_of(problem: Problem, anywhere: bool, passes: Collection[str]) -> Backend:
-    call = runnable(problem, anywhere, passes)
-    if call is not None:
-        return Kernels(call, problem.plan.band_of_one_run)
-    v_dim = problem.options.v_dim
-    return Vendor(problem.options.backend, v_dim=v_dim) if problem.options.backend in VENDORS else Blockwise(v_dim=v_dim)
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:

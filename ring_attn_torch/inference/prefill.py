@@ -18,8 +18,9 @@ from ring_attn_core.runs import Run
 from ..attend.state import State, rest_of
 from ..block import block_state
 from ..call.autograd import OpCall, forward
-from ..call.prepare import Arrays, check_tensors, checked, dtype_name, problem_of
-from ..ring.agreement import agree, same_error
+from ..call.decide import decide
+from ..call.prepare import Arrays, check_tensors, dtype_name, problem_of
+from ..ring.agreement import same_error
 from ..ring.groups import Group, group_name, rank_in, ranks_of
 from .cache import KVCache
 from .scales import restored
@@ -84,9 +85,7 @@ def prefill(
                 "alibi_slopes and a request that has tokens already: what is cached lies in no order that ALiBi could count in. "
                 "Prefill such a prompt whole, into empty requests"
             )
-        problem = problem_of(q, k, v, arrays, ranks_of(ring), options)
-        checked(problem, anywhere=False)
-    agree(problem, ring)
+    decide(problem_of(q, k, v, arrays, ranks_of(ring), options), arrays, ring, q.device)
     total = None if step.fresh else _over_cached(q, cache, layer, step, options)
     if total is not None and sinks is not None:
         total = _with_sinks(total, sinks)

@@ -50,15 +50,17 @@ class AgreedCall(NamedTuple):
         return {"call": self.call, **dict(self.arguments)}
 
 
-class _History:
-    """One rank's record of a process group: the number of calls, the problems agreed on, and the store keys to delete. ``era``
+class History:
+    """One rank's record of a process group: the number of calls, the calls agreed on, and the store keys to delete. ``agreed``:
+    the ``Decision`` of each problem, None for other calls. ``read``: the newest extents whose values this rank has read. ``era``
     distinguishes the group from destroyed groups of its name. ``checks``: entries of ``check_every_call``; ``checked``: exchanges
     inside the current one, or None."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.era = store_of(group).add(f"ring_attn/era/{rank_in(group)}", 1)
+    def __init__(self, group: Group) -> None:
+        self.era = 0 if group is None else store_of(group).add(f"ring_attn/era/{rank_in(group)}", 1)
         self.calls = 0
-        self.agreed: dict[Problem | AgreedCall, None] = {}
+        self.agreed: dict[Problem | AgreedCall, Any] = {}
+        self.read: dict[Any, None] = {}
         self.written: list[str] = []
         self.checks = 0
         self.checked: int | None = None
@@ -72,31 +74,24 @@ class _History:
         return f"ring_attn/{self.era}/check{self.checks}/{self.checked}"
 
 
-_checked_alone: dict[Problem | AgreedCall, None] = {}
-"""The newest problems and calls that this process has run without an exchange: as a ring of one, or in a CUDA graph capture."""
+ALONE = History(None)
+"""The record of calls that exchange nothing: in a ring of one, or during the capture of a CUDA graph."""
 
-_histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
+_histories: WeakKeyDictionary[dist.ProcessGroup, History] = WeakKeyDictionary()
 
 
-def agree(problem: Problem | AgreedCall, group: Group, again: bool = False, value: Any = None) -> list[Any]:
-    """Check by an exchange that all ranks of ``group`` run ``problem``, else raise the lowest failing rank's error on all.
-    Compare if the problem is new, ``each_time``, inside ``check_every_call`` or with ``again``; never during CUDA graph capture.
-    Return each rank's ``value`` (JSON), by rank, or [] without an exchange. Raise RuntimeError, which names them, if ranks do not
-    come within the group's timeout."""
-    each_time = isinstance(problem, AgreedCall) and problem.each_time
-    if group is None or ranks_of(group) == 1 or capturing(problem.device):
-        if not each_time:
-            add_newest(_checked_alone, problem)
-        return []
-    history = history_of(group)
-    call = history.next_call()
-    if problem in history.agreed and not again and history.checked is None:
-        return []
-    verdict = {"problem": {"call": "ring_attention"} | problem.fingerprint(), "value": value}
-    _conclude(verdicts := _exchange(verdict, call, group, timeout(group, problem.device), history.written))
-    if not each_time:
-        add_newest(history.agreed, problem)  # all ranks add, and so later forget, the same problems
-    return [verdict["value"] for verdict in verdicts if verdict]
+def agree(call: AgreedCall, group: Group, again: bool = False) -> None:
+    """Check by an exchange that all ranks of ``group`` make ``call``, else raise the lowest failing rank's error on all. Compare
+    if the call is new, ``each_time``, inside ``check_every_call`` or with ``again``; never during CUDA graph capture. Raise
+    RuntimeError, which names them, if ranks do not come within the group's timeout."""
+    record = record_of(group, call.device)
+    if record is not ALONE:
+        if call in record.agreed and not again and record.checked is None:
+            record.calls += 1
+            return
+        exchange(call.fingerprint(), None, group, timeout(group, call.device))  # type: ignore[arg-type]
+    if not call.each_time:
+        add_newest(record.agreed, call)  # all ranks add, and so later forget, the same calls
 
 
 def refuse(error: Exception, group: Group) -> NoReturn:
@@ -131,11 +126,9 @@ def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
         agree(call, group)
 
 
-def agreed(problem: Problem | AgreedCall, group: Group) -> bool:
-    """Return True if the ranks have agreed on ``problem``, or if a CUDA graph is being captured, which permits no check."""
-    if group is None or ranks_of(group) == 1:
-        return problem in _checked_alone or capturing(problem.device)
-    return capturing(problem.device) or (group in _histories and problem in _histories[group].agreed)
+def agreed(call: AgreedCall, group: Group) -> bool:
+    """Return True if the ranks have agreed on ``call``, or if a CUDA graph is being captured, which permits no check."""
+    return capturing(call.device) or call in record_of(group, call.device).agreed
 
 
 @contextmanager
@@ -187,11 +180,17 @@ def timeout(group: dist.ProcessGroup, device: str) -> timedelta:
     return getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
 
 
-def history_of(group: dist.ProcessGroup) -> _History:
+def record_of(group: Group, device: str) -> History:
+    """Return this rank's record of the calls on a group, ``ALONE`` if a call exchanges nothing."""
+    return ALONE if group is None or group.size() == 1 or capturing(device) else history_of(group)
+
+
+def history_of(group: dist.ProcessGroup) -> History:
     """Return this rank's record of the group. Make it at the first call."""
-    if group not in _histories:
-        _histories[group] = _History(group)
-    return _histories[group]
+    found = _histories.get(group)
+    if found is None:
+        found = _histories[group] = History(group)
+    return found
 
 
 def _exchange(

@@ -30,7 +30,6 @@ from ring_attn_core.kernels import driver
 from ..attend.keys import Keys
 from .agreement import exchange, timeout
 from .groups import rank_in, ranks_of
-from .reach import check_access
 from .rendezvous import rendezvous
 
 FLAG_BYTES = 4096
@@ -234,11 +233,9 @@ def peers_of(group: dist.ProcessGroup, keys: Keys, wide: torch.dtype) -> Peers:
     size = sum(aligned(x.numel() * x.element_size()) for x in keys if x is not None)
     gradients = aligned(keys.kv.numel() * wide.itemsize)
     found = _made.get(group)
-    if found is None:
-        check_access(group, keys.kv.device)
-    elif found.keys >= size and found.gradients >= gradients:
-        return found
-    else:
+    if found is not None:
+        if found.keys >= size and found.gradients >= gradients:
+            return found
         free(group)
         size, gradients = max(size, found.keys), max(gradients, found.gradients)
     made = _made[group] = MAKERS[keys.kv.device.type](group, keys.kv.device, size, gradients)

@@ -1,4 +1,4 @@
-"""The GPUs whose memory each rank can copy, which the ranks of a group exchange once.
+"""The GPUs whose memory each rank can copy.
 
 The strategy "push" needs this access; strategy="auto" selects it only if the ranks have it.
 """
@@ -9,15 +9,8 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
-
-from ring_attn_core.problem.problem import Problem
-
-from .agreement import exchange, same_error
-from .groups import Group, capturing
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -62,43 +55,9 @@ def cut_off(ranks: Sequence[Reach]) -> str:
     return ""
 
 
-class Access(NamedTuple):
-    """The results of ``shared`` and ``cut_off`` for the ranks of a group."""
-
-    shared: bool
-    cut_off: str
-
-
-_known: WeakKeyDictionary[dist.ProcessGroup, Access] = WeakKeyDictionary()
-
-
-def access(group: dist.ProcessGroup, device: torch.device, problem: Problem | None = None) -> Access:
-    """Return the access of a group's ranks to each other's GPUs. Its first call is a collective, also over ``problem``."""
-    if group not in _known:
-        call = "the reach of GPUs" if problem is None else {"call": "ring_attention"} | problem.fingerprint()
-        ranks = [Reach(*each) for each in exchange(call, reach(device), group)]
-        _known[group] = Access(shared(ranks), cut_off(ranks))
-    return _known[group]
-
-
-def with_reach(problem: Problem, device: torch.device, group: Group, may_exchange: bool = True) -> Problem:
-    """Return ``problem.reaching`` if "auto" takes another strategy with reach, and the ranks have it; else return ``problem``.
-
-    The first call of a group is a collective, and only later ones go without ``may_exchange``. During CUDA graph capture GPUs
-    count as without reach, because a graph cannot contain "push".
-    """
-    if group is None:
-        return problem
-    with same_error(group):
-        reaching = problem.reaching
-    if reaching is None or capturing(problem.device) or not (may_exchange or group in _known):
-        return problem
-    return reaching if access(group, device, problem).shared else problem
-
-
-def check_access(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise ValueError, the same on every rank, if a rank is on another host or its GPU cannot reach the others' memory."""
-    if why := access(group, device).cut_off:
+def check_access(ranks: Sequence[Reach]) -> None:
+    """Raise ValueError if a rank is on another host or its GPU cannot reach the others' memory."""
+    if why := cut_off(ranks):
         raise ValueError(
             f'strategy="push" copies between GPUs that reach each other\'s memory, and {why}: pass another strategy, or '
             'strategy="auto", which takes one that can'
