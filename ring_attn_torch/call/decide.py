@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ring_attn_core.data.placed import check_order, where_held
+from ring_attn_core.data.layout_check import check_order, where_held
 from ring_attn_core.kernels.backends import PASSES, VENDORS, begin_backward, runnable
 from ring_attn_core.plan.needed import NeededPlan, check_available, unavailable
 from ring_attn_core.plan.ring import RingPlan
