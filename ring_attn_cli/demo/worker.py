@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..processes import Report
-from ..train.side import TrainStep
+from ..train.trainer_protocol import TrainStep
 from .settings import DemoSettings
 
 Step = Callable[[int, np.ndarray], TrainStep]
@@ -32,7 +32,7 @@ def _in_torch(rank: int, settings: DemoSettings, store: str) -> Iterator[Step]:
     from ring_attn_torch import shard_batch
 
     from ..train.torch_ranks import CPU, member
-    from ..train.torch_side import RankPlace, TorchTrainer
+    from ..train.torch_worker import RankPlace, TorchTrainer
 
     torch.set_num_threads(1)
     with member(CPU, rank, settings.ranks, store, settings.patience):
@@ -49,11 +49,11 @@ def _in_jax(rank: int, settings: DemoSettings, store: str) -> Iterator[Step]:
 
     from ring_attn_jax import shard_batch
 
-    from ..train.jax_mesh import mesh_of
-    from ..train.jax_side import JaxTrainer
+    from ..train.jax_mesh import make_mesh
+    from ..train.jax_worker import JaxTrainer
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", settings.ranks)
-    trainer = JaxTrainer(settings.config, mesh_of(settings.config))
+    trainer = JaxTrainer(settings.config, make_mesh(settings.config))
     shard = lambda text: shard_batch(jnp.asarray(text), settings.layout, settings.ranks)
     yield lambda number, text: trainer.step(number, [shard(text)])

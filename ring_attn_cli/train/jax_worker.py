@@ -52,6 +52,7 @@ def run(config: Config, tell: Tell) -> None:
     if "float64" in [config.model.get(name) for name in DTYPES]:
         jax.config.update("jax_enable_x64", True)
     trainer = JaxTrainer(config, make_mesh(config))
+    trainer.open()
     try:
         train(config, trainer, tell)
     except BaseException:
@@ -114,18 +115,12 @@ class JaxTrainer:
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.first = is_first()
         self._config, self._mesh = config, mesh
-        self.data, self.held_out = (
-            SequenceShardedDataset(**dataset_arguments(config, held_out), rank=None, batch_size=config.rows)
-            for held_out in (False, True)
-        )
-        check_ranks({"data": self.data.state(), "held out": self.held_out.state()})
         self._sharded = config.ring.weights == "sharded"
         with jax.default_device(jax.local_devices(backend="cpu")[0] if self._sharded else None):
             first = {"rngs": nnx.Rngs(0)}
             self._model: RingTransformer = build_model(config, ring_attn_jax, first, mesh=mesh, batch_axes="data")
         place(self._model, mesh, self._sharded)  # as a step returns them, so that step 2 does not recompile
         self.model_config = self._model.config
-        check_vocab(self.data.vocab, self.model_config.vocab)
         trained = nnx.Param if config.lora is None else nnx.LoRAParam  # a LoRAParam is a Param too
         self.parameters, self.trained = (
             sum(x.size for x in jax.tree.leaves(nnx.state(self._model, kind))) for kind in (nnx.Param, trained)
@@ -134,6 +129,16 @@ class JaxTrainer:
         place(self._optimizer, mesh, self._sharded)
         options = compiler_options(mesh.devices.flat[0].platform, config.ring.activations)
         self._step = jax.jit(_step, static_argnames=("graph", "static"), donate_argnames="state", compiler_options=options)
+
+    def open(self) -> None:
+        """Open the data and the folder of checkpoints, which a step alone does not need."""
+        config = self._config
+        self.data, self.held_out = (
+            SequenceShardedDataset(**dataset_arguments(config, held_out), rank=None, batch_size=config.rows)
+            for held_out in (False, True)
+        )
+        check_ranks({"data": self.data.state(), "held out": self.held_out.state()})
+        check_vocab(self.data.vocab, self.model_config.vocab)
         self._checkpoints = Checkpoints(Path(config.out, CHECKPOINTS), keep=config.keep)
 
     def resume(self) -> ResumePoint | None:

@@ -88,7 +88,9 @@ def run(config: Config, tell: Tell, device: torch.device) -> None:
     """Train as one of the ranks of the default group. ``tell`` gets each line of the log on rank 0."""
     mesh = init_device_mesh(device.type, (config.ring.replicas, config.ring.ranks), mesh_dim_names=("data", "seq"))
     place = RankPlace(mesh.get_group("seq"), dist.group.WORLD, mesh.get_local_rank("data"), device)
-    train(config, TorchTrainer(config, place), tell if dist.get_rank() == 0 else lambda kind, values: None)
+    trainer = TorchTrainer(config, place)
+    trainer.open()
+    train(config, trainer, tell if dist.get_rank() == 0 else lambda kind, values: None)
 
 
 class RankPlace(NamedTuple):
@@ -122,17 +124,11 @@ class TorchTrainer:
         self._config, self._place = config, place
         self._rank = dist.get_rank(place.ring)
         self.first = dist.get_rank(place.everybody) == 0
-        rows = {"batch_size": config.data.batch_size, "replicas": config.ring.replicas, "replica": place.replica}
-        self.data, self.held_out = (
-            SequenceShardedDataset(**dataset_arguments(config, held_out), rank=self._rank, **rows) for held_out in (False, True)
-        )
-        check_ranks({"data": self.data.state(), "held out": self.held_out.state()}, place.everybody)
         self._sharded = config.ring.weights == "sharded"
         with CPU if self._sharded else place.device:
             model = build_model(config, ring_attn_torch, {}, group=place.ring)
         self._model: RingTransformer = shard_weights(model, place) if self._sharded else model
         self.model_config = self._model.config
-        check_vocab(self.data.vocab, self.model_config.vocab)
         trained = [p for p in self._model.parameters() if p.requires_grad]
         self.parameters, self.trained = (sum(p.numel() for p in each) for each in (self._model.parameters(), trained))
         settings = config.optimizer
@@ -141,6 +137,16 @@ class TorchTrainer:
         betas = settings.beta1, settings.beta2
         self._optimizer = torch.optim.AdamW(groups, settings.learning_rate, betas, settings.eps)
         self._rates = rates(settings, config.steps)
+
+    def open(self) -> None:
+        """Open the data and the folder of checkpoints, which a step alone does not need."""
+        config, place = self._config, self._place
+        rows = {"batch_size": config.data.batch_size, "replicas": config.ring.replicas, "replica": place.replica}
+        self.data, self.held_out = (
+            SequenceShardedDataset(**dataset_arguments(config, held_out), rank=self._rank, **rows) for held_out in (False, True)
+        )
+        check_ranks({"data": self.data.state(), "held out": self.held_out.state()}, place.everybody)
+        check_vocab(self.data.vocab, self.model_config.vocab)
         self._checkpoints = Checkpoints(Path(config.out, CHECKPOINTS), keep=config.keep, group=place.everybody)
 
     def resume(self) -> ResumePoint | None:
