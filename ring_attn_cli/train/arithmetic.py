@@ -45,9 +45,9 @@ def flops_per_token(parameters: int, length: int, config: TransformerConfig, fro
 
 
 def rates(optimizer: Optimizer, steps: int) -> list[float]:
-    """Return each step's learning rate: a linear warmup to ``learning_rate``, then by ``schedule`` down to ``last_rate`` of it.
-    "constant" stays there. "linear" and "cosine" (half a cosine) fall to the last step. "wsd" stays, and falls linearly over the
-    last ``cooldown`` of the steps (warmup-stable-decay, arXiv:2404.06395)."""
+    """Return each step's learning rate: a warmup to ``learning_rate``, then ``schedule`` down to ``last_rate`` of it.
+    Then "constant" stays there. "linear" and "cosine" (half a cosine) fall to the last step. "wsd" stays, and falls linearly over
+    the last ``cooldown`` of the steps (warmup-stable-decay, arXiv:2404.06395)."""
     low, first = optimizer.last_rate, optimizer.warmup
     if optimizer.schedule == "wsd":
         first = max(first, steps - round(optimizer.cooldown * steps))
