@@ -52,7 +52,6 @@ def run(config: Config, tell: Tell) -> None:
     if "float64" in [config.model.get(name) for name in DTYPES]:
         jax.config.update("jax_enable_x64", True)
     trainer = JaxTrainer(config, make_mesh(config))
-    trainer.open()
     try:
         train(config, trainer, tell)
     except BaseException:
@@ -131,7 +130,6 @@ class JaxTrainer:
         self._step = jax.jit(_step, static_argnames=("graph", "static"), donate_argnames="state", compiler_options=options)
 
     def open(self) -> None:
-        """Open the data and the folder of checkpoints, which a step alone does not need."""
         config = self._config
         self.data, self.held_out = (
             SequenceShardedDataset(**dataset_arguments(config, held_out), rank=None, batch_size=config.rows)
@@ -154,8 +152,9 @@ class JaxTrainer:
 
     def close(self) -> None:
         """Wait for a save in progress, and ignore its OSError. Only then may the folder be unlocked for another run."""
-        with suppress(OSError):
-            self._checkpoints.close()
+        if hasattr(self, "_checkpoints"):
+            with suppress(OSError):
+                self._checkpoints.close()
 
     def finish(self) -> None:
         self._checkpoints.close()

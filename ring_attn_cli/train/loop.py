@@ -25,6 +25,7 @@ Tell = Callable[[str, dict[str, Any]], None]
 def train(config: Config, trainer: Trainer, tell: Tell) -> None:
     """Train from the newest checkpoint, if there is one, to the last step; evaluate, save and log as configured.
     The process in which ``trainer.first`` is True writes the log, and passes each line to ``tell``."""
+    trainer.open()
     progress = trainer.resume()
     begin = progress.step if progress else 0
     if progress and progress.data:

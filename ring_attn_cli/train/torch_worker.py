@@ -88,9 +88,7 @@ def run(config: Config, tell: Tell, device: torch.device) -> None:
     """Train as one of the ranks of the default group. ``tell`` gets each line of the log on rank 0."""
     mesh = init_device_mesh(device.type, (config.ring.replicas, config.ring.ranks), mesh_dim_names=("data", "seq"))
     place = RankPlace(mesh.get_group("seq"), dist.group.WORLD, mesh.get_local_rank("data"), device)
-    trainer = TorchTrainer(config, place)
-    trainer.open()
-    train(config, trainer, tell if dist.get_rank() == 0 else lambda kind, values: None)
+    train(config, TorchTrainer(config, place), tell if dist.get_rank() == 0 else lambda kind, values: None)
 
 
 class RankPlace(NamedTuple):
@@ -139,7 +137,6 @@ class TorchTrainer:
         self._rates = rates(settings, config.steps)
 
     def open(self) -> None:
-        """Open the data and the folder of checkpoints, which a step alone does not need."""
         config, place = self._config, self._place
         rows = {"batch_size": config.data.batch_size, "replicas": config.ring.replicas, "replica": place.replica}
         self.data, self.held_out = (

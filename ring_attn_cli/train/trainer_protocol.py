@@ -46,6 +46,10 @@ class Trainer(Protocol):
     """The ``SequenceShardedDataset`` of the training data; ``held_out`` is that of the held-out files."""
     held_out: Any
 
+    def open(self) -> None:
+        """Open the data and the folder of checkpoints, which a step alone does not need."""
+        ...
+
     def resume(self) -> ResumePoint | None: ...
 
     def save(self, step: int, data: str) -> None: ...
