@@ -46,6 +46,7 @@ def config_in(folder: Path, way: str) -> Config:
 def opened(config: Config) -> Iterator[JaxTrainer]:
     with jax.enable_x64(config.lora is None):
         side = JaxTrainer(config, make_mesh(config))
+        side.open()
         yield side
         side.close()
 

@@ -21,7 +21,7 @@ class SequenceShardedDataset(FolderDataset):
     """An iterable of :class:`Shard`: one rank's part of each batch of packed documents from a folder of files.
 
     The method :meth:`grain` makes a grain dataset of the same shards, with grain's workers and checkpoints. An iteration begins
-    at the state passed to ``resume``, or else at the first batch. The constructor documents the files, the arguments and the errors.
+    at the state passed to ``resume``, or else at the first batch. The constructor documents files, arguments and errors.
     """
 
     def __iter__(self) -> Iterator[Shard]:
