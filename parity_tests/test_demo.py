@@ -117,7 +117,7 @@ def test_one_wrong_array_of_one_framework_is_found(array: str, framework: str, t
     right = dict.fromkeys(("torch", "jax"), truth.plain)
     wrong = right | {framework: truth.plain | {array: swapped}}
 
-    def missed(rings: dict[str, Any]) -> list[str]:
+    def missed(rings: Any) -> list[str]:
         results = []
         for name, other in (("torch", "jax"), ("jax", "torch")):
             found = measure(rings[name], truth.exact, truth.bounds, "float32", truth.plain, rings[other])

@@ -166,9 +166,9 @@ def test_tokens_are_on_the_disk_before_an_index_says_so(tmp_path, monkeypatch):
     corpus.write_texts(tmp_path)
     disk, write, held = Disk().watch(monkeypatch), caching._write_index, []
 
-    def written(index: Path, text: str) -> None:
+    def written(index: Path, kept: dict[str, object]) -> None:
         held.extend(disk.holds(path) for path in index.parent.glob("*.tokens"))
-        write(index, text)
+        write(index, kept)
 
     monkeypatch.setattr(caching, "_write_index", written)
     corpus.batches(tmp_path)

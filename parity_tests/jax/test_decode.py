@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from ring_attn_jax import attend_block, full, merge, merge_ring, tree_attention_decode
-from ring_attn_jax.attend import decode as attend
+from ring_attn_jax.attend import slots as attend
 from ring_attn_jax.attend.launch import compile_for
 
 from ..support.decode import Problem, Shape, check, random_shape, shapes

@@ -94,8 +94,8 @@ def strict_mask(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
     mine: Any = positions(layout, ranks, length, rank)
     k, v = (repeated(gather(x, layout=layout, length=length, **ring)) for x in (k, v))
     lag = mine[:, None] - xp.arange(length)
-    scores = xp.where((lag > 0)[:, None], arguments["scale"] * xp.einsum("bshd,bthd->bsht", q, k), -1e30)
-    weights = xp.exp(scores - xp.amax(scores, -1)[..., None])
+    scores: Any = xp.where((lag > 0)[:, None], arguments["scale"] * xp.einsum("bshd,bthd->bsht", q, k), -1e30)
+    weights: Any = xp.exp(scores - xp.amax(scores, -1)[..., None])
     return xp.einsum("bsht,bthd->bshd", weights / weights.sum(-1)[..., None], v)
 
 

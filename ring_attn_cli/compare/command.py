@@ -83,7 +83,10 @@ def compare(
         if bibtex:
             raise ValueError("--bibtex is gone: pass --json FILE, whose command, versions and commit you can cite")
         others = {name: value for name, value in context.params.items() if name not in OUTPUT}
-        arguments = {name: _parse_list(name, x, SEVERAL[name]) if name in SEVERAL else x for name, x in others.items()}
+        several: dict[str, Any] = SEVERAL
+        arguments: dict[str, Any] = {
+            name: _parse_list(name, x, several[name]) if name in several else x for name, x in others.items()
+        }
         sweep = make_sweep([*(variants or []), *(variant or [])], **arguments)
         check_files(json, png)
         stderr = Console(stderr=True, highlight=False)

@@ -171,7 +171,8 @@ def find_dtype(e: Evidence) -> str:
     for dtype in NARROW.get(e.case.dtype, ()) if names else ():
         keep = (lambda x: x.astype(np.float32)) if dtype == "float32" else rounding(dtype)
         rounded = {name: keep(e.arguments[name].astype(np.float32)) for name in ("q", "k", "v", "dout")}
-        rough = by_name(plain(**e.arguments | rounded, dtype=dtype))
+        arguments: Any = e.arguments | rounded
+        rough = by_name(plain(**arguments, dtype=dtype))
         got, right = ({n: first(x[n], rough[n]).astype(np.float64) for n in names} for x in (e.got, e.truth.exact))
         error, usual = ({n: relative_error(x[n], right[n]) for n in names} for x in (got, rough))
         if all(usual[n] / 10 <= error[n] <= bound(rough[n], right[n], dtype) for n in names):

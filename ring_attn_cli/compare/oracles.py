@@ -138,7 +138,8 @@ def _layers(case: Case, dtype: str | None) -> Layers:
 def _layer_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[str]) -> Truth:
     weights = {name: inputs.arrays[name] for name in inputs.leaves if name != "x"}
     arguments = weights, inputs.arrays["x"], inputs.cotangents["out"]
-    return make_truth(*(_layers(case, dtype).layer(*arguments) for dtype in (None, case.dtype)), case.dtype)
+    exact, plain = (_layers(case, dtype).layer(*arguments) for dtype in (None, case.dtype))
+    return make_truth(exact, plain, case.dtype)
 
 
 def _transformer_inputs(case: Case) -> GlobalArrays:
@@ -163,7 +164,8 @@ def _transformer_inputs(case: Case) -> GlobalArrays:
 def _transformer_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[str]) -> Truth:
     weights = {name: inputs.arrays[name] for name in inputs.leaves}
     arguments = weights, inputs.arrays["ids"], inputs.arrays["labels"]
-    truth = make_truth(*(_layers(case, dtype).transformer(*arguments) for dtype in (None, case.dtype)), case.dtype)
+    exact, plain = (_layers(case, dtype).transformer(*arguments) for dtype in (None, case.dtype))
+    truth = make_truth(exact, plain, case.dtype)
     # The plain loss is one number, which may be accurate by luck. The loss of a token changes by at most twice the largest change
     # of its logits, so the mean over T tokens changes by at most 2 ||change|| / sqrt(T).
     moved = truth.bounds["logits"] * np.linalg.norm(truth.exact["logits"]) / (case.batch * case.length) ** 0.5
@@ -189,8 +191,8 @@ def _summary_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[str]
     pool, key_mask = inputs.arrays["pool"], inputs.arrays.get("key_mask")
     features = summary.SummaryFeatures(case.block, case.window, case.summaries, pool, key_mask, case.scale, case.softcap)
     run = lambda *arrays: (
-        by_name(summary.exact_summary(*arrays, features)),
-        by_name(summary.plain_summary(*arrays, features, case.dtype)),
+        by_name(summary.exact_summary(*arrays, features=features)),
+        by_name(summary.plain_summary(*arrays, features=features, dtype=case.dtype)),
     )
     q, k, v, *starts = _qkv(inputs)
     truth = make_truth(*run(q, k, v, *starts), case.dtype)

@@ -101,7 +101,7 @@ class GenerateSettings:
     @property
     def ends(self) -> tuple[int, ...]:
         """Return the stop token ids: ``stop`` if there are any, else ``eos_token_id`` of a Hugging Face config.json, else ()."""
-        ids = self.stop or (self.config.get("eos_token_id") if self.llama else None)
+        ids: Any = self.stop or (self.config.get("eos_token_id") if self.llama else None)
         return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (ids,)
 
     @property

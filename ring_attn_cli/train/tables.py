@@ -55,4 +55,4 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     for each in items:
         if isinstance(each, int) and abs(each) > most:
             raise ValueError(f"{name} must be at most {most:.10g}, got {each}: pass a smaller one")
-    return tuple(items) if several else kind(value)
+    return tuple(items) if several else kind(items[0])

@@ -138,7 +138,7 @@ class TorchTrainer:
 
     def open(self) -> None:
         config, place = self._config, self._place
-        rows = {"batch_size": config.data.batch_size, "replicas": config.ring.replicas, "replica": place.replica}
+        rows: dict[str, Any] = {"batch_size": config.data.batch_size, "replicas": config.ring.replicas, "replica": place.replica}
         self.data, self.held_out = (
             SequenceShardedDataset(**dataset_arguments(config, held_out), rank=self._rank, **rows) for held_out in (False, True)
         )

@@ -49,7 +49,7 @@ class Encoder:
         while some := list(islice(rows, ROWS)):
             for (row, text, spans), tokens in zip(some, self._encode([text for _, text, _ in some]), strict=True):
                 ids = text.encode() if tokens is None else tokens.ids
-                if spans is not None:
+                if spans is not None and tokens is not None:
                     found = inside(tokens.offsets, spans)
                     labelled = labelled or any(found)
                     ids = [x if has else x | unlabelled for x, has in zip(ids, found, strict=True)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from ring_attn_core.kernels.backends import PASSES, begin_backward, runnable
 from ring_attn_core.plan.ring import RingPlan
@@ -89,7 +89,7 @@ def _backend(problem: Problem, any_position: bool, passes: Collection[str]) -> B
     call = runnable(problem, any_position, passes)
     even = isinstance(problem.plan.layout, str)
     backend: Any = Blockwise(even, problem.options.v_dim) if call is None else Kernels(call, problem.plan.band_of_one_run)
-    return TracedRuns(backend) if problem.traced_layout else backend
+    return cast(Backend, TracedRuns(backend)) if problem.traced_layout else backend
 
 
 def decide(problem: Problem) -> Decision:

@@ -175,7 +175,9 @@ def check_device(backend: str, device: str) -> None:
     if device != "cpu" or backend == "auto":
         return
     heads = (1, 1, 1, 64)
-    problem = Problem(heads, heads, heads, ("bfloat16",) * 3, device, 1, Options(backend=backend), framework="torch")
+    problem = Problem(
+        heads, heads, heads, ("bfloat16", "bfloat16", "bfloat16"), device, 1, Options(backend=backend), framework="torch"
+    )
     try:
         backends.select(problem, backend)
     except ValueError as error:

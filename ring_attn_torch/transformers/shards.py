@@ -86,7 +86,7 @@ def global_batch(call: CallArguments) -> GlobalBatch:
     if {"labels", "shift_labels"} & given.keys():
         whole.ignore_index, whole.divisor = given.get("ignore_index", -100), given.get("num_items_in_batch")
         whole.shifted = call.model.loss_function in SHIFTED and "shift_labels" not in given
-        labels = move("shift_labels" if "shift_labels" in given else "labels")
+        labels: Any = move("shift_labels" if "shift_labels" in given else "labels")
         if whole.shifted:
             labels = F.pad(labels[:, 1:], (0, 1), value=whole.ignore_index)
         if present is not None:  # what padding predicts depends on the attention: of a query without keys out is 0 here
