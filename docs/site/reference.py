@@ -24,6 +24,7 @@ PAGES = {
     "data": ("Data", ("data",)),
     "layers": ("Layers and models", ("layers", "model")),
     "variants": ("Variants", ("variants",)),
+    "recurrence": ("Hybrid models", ("recurrence",)),
     "training": ("Training, weights and checkpoints", ("training", "ring")),
     "inference": ("Inference", ("inference", "cache")),
     "functional": ("Functions under known names", ()),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ring_attn_core import LAYOUTS, causal, full, sliding_window
 from ring_attn_torch import ring_attention
+from ring_attn_torch.call import decide
 from ring_attn_torch.ring import agreement
 from ring_attn_torch.ring.groups import store_of
 
@@ -258,7 +259,7 @@ def one_comes_late(group):
     if dist.get_rank():
         store.wait(["the first gave up"])
     try:
-        with patch.object(agreement, "timeout", lambda *_: timedelta(seconds=1)):
+        with patch.object(decide, "timeout", lambda *_: timedelta(seconds=1)):
             return ring_attention(**shards(), group=group)
     finally:
         store.set("the first gave up", "yes")
