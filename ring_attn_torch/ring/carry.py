@@ -88,12 +88,12 @@ def _times(a: Tensor, state: Tensor, matrix: bool) -> Tensor:
 @contextmanager
 def ieee_products() -> Iterator[None]:
     """Multiply float32 matrices in float32 on any GPU: a fold of 16 maps in tf32 is wrong by 8e-4."""
-    matmul = torch.backends.cuda.matmul
-    before, matmul.allow_tf32 = matmul.allow_tf32, False
+    matmul: Any = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
     try:
         yield
     finally:
-        matmul.allow_tf32 = before
+        matmul.fp32_precision = before
 
 
 def _spread(x: Tensor, ring: dist.ProcessGroup | None, split: bool) -> Tensor:
