@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ring_attn_cli.demo.text import standard_library
+from ring_attn_cli.demo.settings import read_standard_library
 
 DIM, DEPTH, HEADS, KV_HEADS, HIDDEN = 64, 2, 4, 2, 192
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY = 2e-3, (0.9, 0.95), 1e-8, 0.01
@@ -36,7 +36,7 @@ class Problem(NamedTuple):
 
 def batch(step: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Return ids and labels, int32 [1, tokens]: a random stretch of Python's standard library for each step."""
-    text = np.frombuffer(standard_library(4_000_000), np.uint8)
+    text = np.frombuffer(read_standard_library(4_000_000), np.uint8)
     start = int(np.random.default_rng(step).integers(len(text) - tokens - 1))
     stretch = text[start : start + tokens + 1].astype(np.int32)
     return stretch[None, :-1], stretch[None, 1:]

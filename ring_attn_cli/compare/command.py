@@ -16,7 +16,7 @@ from ..error_reporting import errors_in_one_line
 ONE_OR_SEVERAL = "one value, or several with commas between them"
 
 
-SEVERAL = dict.fromkeys(("ranks", "length", "heads", "head_dim", "segments", "dilations"), int)
+SEVERAL: dict[str, Any] = dict.fromkeys(("ranks", "length", "heads", "head_dim", "segments", "dilations"), int)
 SEVERAL |= dict.fromkeys(("dtype", "layout", "backend"), str)
 """Options that take values with commas between them, and the type of a value."""
 OUTPUT = "variants", "variant", "json", "png", "bibtex"
@@ -83,9 +83,8 @@ def compare(
         if bibtex:
             raise ValueError("--bibtex is gone: pass --json FILE, whose command, versions and commit you can cite")
         others = {name: value for name, value in context.params.items() if name not in OUTPUT}
-        several: dict[str, Any] = SEVERAL
         arguments: dict[str, Any] = {
-            name: _parse_list(name, x, several[name]) if name in several else x for name, x in others.items()
+            name: _parse_list(name, x, SEVERAL[name]) if name in SEVERAL else x for name, x in others.items()
         }
         sweep = make_sweep([*(variants or []), *(variant or [])], **arguments)
         check_files(json, png)
