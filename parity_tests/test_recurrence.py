@@ -141,6 +141,12 @@ def mistaken(group: Any, arguments: dict[str, Any]) -> None:
     ring_attn_torch.gated_delta_rule(**arrays, group=group)
 
 
+def test_a_carry_with_extents_of_another_shape_is_refused():
+    bias = torch.zeros(1, 1, 2, 3, 4)
+    with pytest.raises(ValueError, match=r"extents must be integers \[1, tokens, 2\]"):
+        ring_attn_torch.carry(bias, decay=bias[..., :1, :1], extents=torch.zeros(3, 2, dtype=torch.long))
+
+
 def test_a_carry_in_bfloat16_is_refused():
     bias = torch.zeros(1, 1, 2, 3, 4, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="carry takes float32 or float64"):

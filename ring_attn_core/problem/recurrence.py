@@ -46,16 +46,14 @@ def check_width(width: Any) -> None:
 
 
 def check_extents_of(shape: Sequence[int], extents: Sequence[int] | None, integers: bool) -> None:
-    """Raise ValueError if extents are not integers [batch, tokens, 2] of the shard ``shape`` [batch, tokens, ...]."""
-    if extents is not None and (
-        not integers
-        or len(extents) != 3
-        or extents[0] not in (1, shape[0])
-        or extents[2] != 2
-        or (len(shape) > 1 and extents[1] != shape[1])
-    ):
+    """Raise ValueError if extents are not integers [batch or 1, tokens, 2]. ``shape``: [batch, tokens], or [batch] of a carry."""
+    if extents is None:
+        return
+    rows, tokens = shape[0], shape[1] if len(shape) > 1 else "tokens"
+    fits = integers and len(extents) == 3 and extents[0] in (1, rows) and extents[2] == 2
+    if not fits or tokens not in ("tokens", extents[1]):
         raise ValueError(
-            f"extents must be integers [{shape[0]}, {shape[1]}, 2], this rank's shard of document_extents, got {list(extents)}"
+            f"extents must be integers [{rows}, {tokens}, 2], this rank's shard of document_extents, got {list(extents)}"
         )
 
 
