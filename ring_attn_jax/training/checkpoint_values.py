@@ -115,8 +115,10 @@ def _later_kinds(model: nnx.Module, optimizer: Any) -> set[tuple[str, tuple[str,
         gradients = params, jax.tree.map(lambda p: p.astype(jnp.float32), params)
         return [first, *(optimizer.tx.update(each, first, params)[1] for each in gradients)]
 
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    params = jax.tree.map(lambda x: x.get_value(), nnx.state(model, optimizer.wrt), is_leaf=is_variable)
     try:
-        found = jax.eval_shape(states, nnx.as_pure(nnx.state(model, optimizer.wrt)))
+        found = jax.eval_shape(states, params)
     except Exception:  # an optimizer whose step takes more arguments
         return set()
     leaves = [leaf for state in found for leaf in jax.tree_util.tree_leaves_with_path(state)]
