@@ -188,6 +188,7 @@ def reports(hows: tuple[str, ...], patience: float = 60) -> list[Message]:
         return list(groups.messages())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hows", "patience", "words"),
     [
@@ -208,6 +209,7 @@ def test_a_failure_shows_what_the_process_printed():
         reports(("raise",))
 
 
+@pytest.mark.slow
 def test_what_is_reported_arrives():
     assert sorted(reports(("good", "better"))) == [("group", "said", "better"), ("group", "said", "good")]
 

@@ -55,6 +55,7 @@ def expected(folder: Path, **arguments: Any) -> str:
     return bytes(new).decode(errors="replace") + "\n"
 
 
+@pytest.mark.slow
 def test_the_text_is_the_models_and_a_mistake_is_one_line(folder):
     done = generate(folder, "--max-new-tokens", "12", "--ranks", "2", "--chunk", "8", "--temperature", "1", "--top-k", "50")
     assert done.returncode == 0, done.stderr

@@ -43,6 +43,7 @@ def test_both_generate_the_same_where_requests_have_numbers_of_their_own():
     assert check_each(in_torch.model_of("features").generate) == ours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", first([DRAWN[i] for i in (4, 1, 3, 2)], 1, 3), ids=str)
 def test_both_draw_the_same_tokens_in_float32_of_a_large_vocabulary(sampling):
     logits = np.random.default_rng(2).standard_normal((16, 5000)).astype(np.float32) * 4

@@ -61,6 +61,7 @@ def test_a_ring_of_pytorch_is_one_device(gloo, rule, layout, documents, ranks):
         assert max(errors) < 1e-13
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", first([3, 1, 2, 4, 8]))
 @pytest.mark.parametrize(("layout", "documents"), first(PLACES))
 @pytest.mark.parametrize("rule", first(["kda", "mamba2", "gdn", "mamba1", "convolution"], 2))

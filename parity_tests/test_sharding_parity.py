@@ -46,6 +46,7 @@ def same(results: list[Any]) -> np.ndarray:
     return ours
 
 
+@pytest.mark.slow
 @FEW
 @given(
     documents=packed(),

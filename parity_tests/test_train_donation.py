@@ -59,6 +59,7 @@ def places(arrays: list[jax.Array]) -> list[int]:
     return [shard.data.unsafe_buffer_pointer() for x in arrays for shard in x.addressable_shards]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", first(WAYS))
 def test_a_step_writes_the_new_state_in_place_of_the_old(way: str, tmp_path: Path):
     """The compiled step aliases each array of model and optimizer, and returns the bits of a step that donates none."""
@@ -79,6 +80,7 @@ def test_a_step_writes_the_new_state_in_place_of_the_old(way: str, tmp_path: Pat
             np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_an_evaluation_copies_no_weight_and_a_resumption_frees_the_first_ones(tmp_path: Path):
     with opened(config_in(tmp_path, "whole")) as side:
         (microbatch,) = itertools.islice(side.held_out, 1)

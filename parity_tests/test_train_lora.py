@@ -156,6 +156,7 @@ def test_a_run_resumes_to_the_same_bits_and_refuses_other_adapters(framework: st
             np.testing.assert_array_equal(found[name], x, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_adapters_of_bfloat16_weights_are_float32_and_every_projection_may_have_one(framework: str, base: Path, gloo, tmp_path):
     config = replace(config_of(base, tmp_path / "run", ranks=1), model={"param_dtype": "bfloat16"}, steps=1)

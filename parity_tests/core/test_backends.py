@@ -95,6 +95,7 @@ def test_a_backward_that_is_slower_than_the_portable_one_is_left_to_it(monkeypat
     assert portable[3, 9] == [frozenset({"backward"} if feature else ()), frozenset()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", first(["jit", "copy_tile"]))
 def test_a_triton_whose_names_have_changed_is_one_sentence_and_auto_goes_on(monkeypatch, tmp_path, gone):
     """As if async_load, or gluon.jit, were called something else in the next release, of which the cache has no kernel."""

@@ -125,6 +125,7 @@ def test_a_missing_package_is_answered_with_the_extra_that_brings_it(missing: st
     assert ran.stderr == f'ring-attn: {missing} is not installed: run pip install "ring-attn[demo]"\n'
 
 
+@pytest.mark.slow
 def test_a_missing_reader_of_data_is_answered_with_its_extra(tmp_path: Path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     (tmp_path / "config.toml").write_text("[data]\nfolder = '.'\npattern = 'a.parquet'\n")
@@ -156,6 +157,7 @@ def test_a_reader_that_has_seen_enough_is_no_mistake(rich: str, arguments: list[
     assert process.wait() == 1
 
 
+@pytest.mark.slow
 def test_the_plan_is_as_wide_as_columns_says_and_80_where_no_terminal_is():
     widths = {}
     for columns in (None, "40", "60", "120"):

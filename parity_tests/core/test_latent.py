@@ -62,6 +62,7 @@ def test_keys_beyond_the_widest_are_refused_with_the_limits(head_dim, v_dim):
         select(on_a_gpu(head_dim, v_dim, backend="triton"), "triton")
 
 
+@pytest.mark.slow
 def test_a_backend_by_name_is_compiled_for_the_forward_alone():
     call = runnable(on_a_gpu(backend="triton"), passes=("forward",))
     assert call == call_of(on_a_gpu(backend="triton"), "triton")
@@ -120,6 +121,7 @@ SIZES = [(90, 576, 512, 112), (80, 576, 512, 0), (100, 576, 512, 0), (90, 512, 5
 """GPU, head_dim, v_dim and the most bytes of stack of a thread without features: those of Triton 3.6; 3.9 needs none."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("capability", "head_dim", "v_dim", "stack"), first(SIZES, 1))
 def test_the_forward_hardly_spills(capability, head_dim, v_dim, stack):
     call = replace(LATENT, capability=capability, head_dim=head_dim, v_dim=v_dim)

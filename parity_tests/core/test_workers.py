@@ -36,6 +36,7 @@ def compilations(monkeypatch, tmp_path):
     compile._find_cache.cache_clear()
 
 
+@pytest.mark.slow
 def test_workers_compile_what_the_cache_lacks_and_this_process_reads_it(compilations):
     assert compile.start(LAUNCHES, 90)
     assert [compile.compiled(launch, 90).metadata.name for launch in LAUNCHES] == ["delta"] * 3

@@ -58,6 +58,7 @@ def traced(activations: str, whole: bool) -> str:
     return str(jax.make_jaxpr(step)(nnx.state(model, nnx.Param), *rest))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True], ids=["inside shard_map", "whole arrays"])
 def test_no_ring_runs_again_and_what_blocks_keep_goes_to_the_host_and_back(whole):
     programs = {activations: traced(activations, whole) for activations in ("keep", *LITTLE)}

@@ -66,6 +66,7 @@ def _items_of(tree: ast.AST, name: str) -> Iterator[str]:
             yield str(node.slice.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", first([AxisType.Explicit, AxisType.Auto]))
 def test_a_module_under_jit_on_a_mesh_is_flaxs_own(kind):
     mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(kind, kind), devices=jax.devices()[:4])
@@ -110,6 +111,7 @@ def qkv(*batch: int, tokens: int = 8) -> tuple[jax.Array, ...]:
     return tuple(jax.random.normal(key, (*batch, tokens, 2, 4)) for key in jax.random.split(jax.random.key(1), 3))
 
 
+@pytest.mark.slow
 def test_a_traced_mask_that_does_not_fit_gives_nan_where_it_does_not():
     mask = np.tri(8, dtype=bool)[None, None]
     mask[..., 5, 2] = False

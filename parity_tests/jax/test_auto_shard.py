@@ -57,6 +57,7 @@ def test_whole_sequences_over_a_mesh_are_one_devices(alone, kind):
     assert_near(got, alone, 1e-5)
 
 
+@pytest.mark.slow
 def test_another_layout_is_one_devices(alone):
     assert_near(step(mesh_of(2), True, layout="striped"), alone, 1e-5)
 

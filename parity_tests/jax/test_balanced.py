@@ -32,6 +32,7 @@ from ..support.selection import first
 from .ring import QUICK, SEQ, mesh_of, run_once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", first([CASES[i] for i in (0, 1, 2, 3, 7, 4, 5, 6)], most=5), ids=str)
 def test_each_feature_and_strategy_is_exact(case):
     check(case, run_once(case))
@@ -43,6 +44,7 @@ def test_joined_shards_are_exact(case):
     check(case, run_once(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", first([TREE_CASES[i] for i in (2, 4, 0, 3, 1, 5, 6, *range(7, len(TREE_CASES)))], 1, 4), ids=str)
 def test_attention_over_trees_is_exact(case):
     check(case, run_once(case))
@@ -73,6 +75,7 @@ def test_packed_documents_are_each_as_if_alone():
     check_documents(documents, arrays, [np.asarray(x) for x in program()(*arrays)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", first(["direct", "ring", "gather"], 1))
 def test_a_document_changes_no_bit_of_another(strategy):
     documents, arrays = batch_of_documents()[1:]
@@ -147,6 +150,7 @@ TRACED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", first(TRACED, most=3), ids=str)
 def test_a_traced_layout_is_exact_and_other_documents_do_not_compile_anew(options):
     programs, ranks = [], 4 if "strategy" in options else 3

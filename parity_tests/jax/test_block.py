@@ -60,6 +60,7 @@ def attention_in_blocks(case, cut, features, q, k, v, sinks):
     return jnp.concatenate(outs, 1)[:, order], jnp.concatenate(lses, 1)[:, order]
 
 
+@pytest.mark.slow
 def test_what_a_block_holds_beyond_its_runs_is_never_read():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 8, 2, 4))
     want = attend_block(q[:, :5], k[:, :6], v[:, :6], mask=full())

@@ -21,6 +21,7 @@ from .caches import compiled, play
 from .ring import mesh_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("story", first(CHOSEN[::-1]), ids=str)
 def test_every_rank_holds_what_the_model_says_and_prefill_is_attention_over_the_whole_request(story):
     check(story, play(story))
@@ -57,6 +58,7 @@ def filled(cache: KVCache, tokens: int) -> KVCache:
     return on_ring(appended, cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", first([AxisType.Explicit, AxisType.Auto]), ids=str)
 def test_between_steps_whole_arrays_are_enough(axes):
     cache = filled(small(mesh=jax.make_mesh((2,), ("seq",), axis_types=(axes,), devices=jax.devices()[:2])), 5)

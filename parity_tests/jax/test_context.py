@@ -18,6 +18,7 @@ from .models import REPLICATED
 from .ring import SEQ, mesh_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "layout", "whole", "rotary"),
     first(

@@ -22,6 +22,7 @@ from .ring import SEQ, mesh_of
 IN_CI = [CASES[2], CASES[13]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", first([*IN_CI, *(case for case in CASES if case not in IN_CI)], 1, 2), ids=str)
 def test_out_lse_and_gradients_are_exact(case):
     check(case, run(case))

@@ -162,6 +162,7 @@ def test_any_number_of_batch_dimensions_and_the_flag_is_the_mask():
     np.testing.assert_allclose(out.reshape(flat.shape), flat, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_traced_mask_that_does_not_fit_gives_nan_where_it_does_not():
     mask = np.ones((1, 1, 8, 8), bool)
     mask[..., 5, 2] = False
@@ -171,6 +172,7 @@ def test_a_traced_mask_that_does_not_fit_gives_nan_where_it_does_not():
     np.testing.assert_allclose(np.delete(out, 5, 1), np.delete(function(*qkv(1)), 5, 1), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_query_that_the_mask_shows_no_key_gets_zero():
     rows = np.ones((1, 1, 8, 1), bool)
     rows[..., 5, :] = False

@@ -17,6 +17,7 @@ from .ring import hops_tied_to_steps, mesh_of, run_once
 from .test_strategies import arrays, gradients, traced_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", first([SLICED[i] for i in (0, 2, 3, 1, 4)], most=3), ids=str)
 def test_slices_are_exact_with_every_feature(case):
     check(case, run_once(case))

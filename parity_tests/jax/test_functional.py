@@ -113,6 +113,7 @@ def arrays(batch: int = 2, dtype: str = "float32") -> list[jax.Array]:
 alone = partial(functional.dot_product_attention, axis_name=None)
 
 
+@pytest.mark.slow
 def test_a_query_that_sees_no_key_has_out_0_and_lse_minus_infinity():
     mask = np.ones((1, 1, 8, 8), bool)
     mask[..., 3, :] = False
@@ -160,6 +161,7 @@ def test_a_traced_mask_with_a_hole_gives_nan_where_it_is():
     assert np.isnan(lse).all((0, 2)).tolist() == [i == 5 for i in range(8)]
 
 
+@pytest.mark.slow
 def test_it_works_where_nothing_is_promoted():
     """On a mesh of Explicit axes, with a traced mask and traced lengths, forward and backward."""
     mesh = jax.make_mesh((2,), ("seq",), devices=jax.devices()[:2])

@@ -90,6 +90,7 @@ def test_512_greedy_tokens_are_the_whole_forwards(ranks):
         check_greedy(got, whole("features", padded=640))
 
 
+@pytest.mark.slow
 def test_another_call_of_the_same_sizes_compiles_nothing_and_a_stop_id_ends_a_request():
     free = answers("features", None)
     stop = [free[0][4], free[1][7]]

@@ -24,6 +24,7 @@ def run(case: Case) -> Attention:
     return ring.run.__wrapped__(case)  # its cache does not see arrays
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [False, True], ids=["equal", "spread"])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("ranks", first([((1, 4),), ((1, 2, 8),)]), ids=str)
@@ -31,12 +32,14 @@ def test_a_ring_is_as_exact_as_one_rank(size, spread, ranks):
     check_no_ring_adds_errors([check_exact(case, run(case)) for case in (large(size, n, spread) for n in ranks)], ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", one_of_each(6, STRATEGIES.values()), ids=STRATEGIES)
 def test_every_strategy_is_as_exact(strategy):
     case = large(1e6, 4, True, strategy=strategy, layout="striped")
     check_exact(case, run(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 def test_masks_sinks_and_dropout_are_as_exact(size):
     case = features_of(size, 2)

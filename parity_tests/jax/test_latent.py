@@ -43,11 +43,13 @@ EVERY_FEATURE = replace(
 SIZES = [replace(LATENT, layout=layout, ranks=ranks) for ranks, layout in zip((3, 2, 1, 4, 8), [*LAYOUTS] * 2, strict=False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", first(SIZES), ids=str)
 def test_rings_of_every_size_are_exact(case):
     check(case, run_once(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", first(["auto", *STRATEGIES.values()]), ids=str)
 def test_every_feature_at_once_is_exact_and_hides_nan(strategy):
     case = fitted(replace(EVERY_FEATURE, strategy=strategy))
@@ -77,6 +79,7 @@ def arrays(dtype=jnp.float32):
     return [jnp.asarray(x, dtype) for x in (q, k, dout)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", first([AxisType.Auto, AxisType.Explicit]))
 @pytest.mark.parametrize("backend", first(["auto", "blockwise"]))
 def test_it_is_v_as_a_slice_of_k_with_and_without_a_gradient(kind, backend):

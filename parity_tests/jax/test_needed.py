@@ -30,11 +30,13 @@ from .ring import SEQ, mesh_of, run
 from .test_strategies import arrays, gradients, traced_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", first(DIRECT_CASES, 1, 6), ids=str)
 def test_needed_keys_are_exact_with_every_feature(case):
     check(case, run.__wrapped__(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DISORDERED_CASES, ids=str)
 def test_needed_keys_are_exact_if_runs_are_not_in_order_of_position(case):
     check(case, run.__wrapped__(case))

@@ -22,6 +22,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "explicit"), first([("tree", False), ("documents", True), ("documents", False), ("tree", True)], 1, 2)
 )

@@ -39,6 +39,7 @@ def model_of(name: str, replicas: int, ranks: int) -> Any:
     return from_numpy(RingTransformer(**made_with, rngs=nnx.Rngs(0)), weights_of(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "chunk"),
     first([("grouped", (1, 2), None), ("features", (2, 2), 8), ("grouped", (1, 4), None)], 1, 2),

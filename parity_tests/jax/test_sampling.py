@@ -60,6 +60,7 @@ def test_a_loop_over_steps_draws_what_generate_draws(ranks, options):
         assert jnp.stack(tokens, 1).tolist() == model.generate(PROMPTS, 12, **options)
 
 
+@pytest.mark.slow
 def test_it_is_a_request_of_its_number_and_not_its_row_also_where_all_is_traced():
     logits, at = jax.random.normal(jax.random.key(0), (5, 300)), jnp.arange(5) * 1000
     options: dict[str, Any] = {"temperature": 2.0, "top_p": 0.9, "seed": -3}

@@ -53,6 +53,7 @@ def results(case: Case, ranks: int, **options) -> Attention:
     return Attention(*map(natural, (*pair, *(gradients[name] for name in "qkv"))), dsinks=np.asarray(gradients["sinks"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", first((kind,) for kind in KINDS.values()), ids=KINDS)
 def test_every_feature_on_a_data_seq_tensor_mesh_is_exact(kind):
     mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "tensor"), axis_types=kind)
@@ -74,6 +75,7 @@ def test_an_offset_is_added_to_those_of_the_shards():
 SEEDS = (1, 2), (jnp.uint32(1), jnp.uint32(2)), (jnp.int32(1), jnp.int32(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", first(((pair,) for pair in SEEDS), 2), ids=repr)
 def test_outside_jit_a_new_seed_compiles_nothing(seeds):
     arrays = inputs(Case(length=16))
@@ -131,6 +133,7 @@ def test_slopes_are_constants():
     assert (jax.grad(ring)(slopes) == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", first([jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto]))
 def test_without_a_mesh_it_takes_that_of_set_mesh(kind):
     mesh = jax.make_mesh((2,), ("seq",), axis_types=(kind,))

@@ -59,6 +59,7 @@ def program(case: SummaryCase):
     return jax.jit(results, compiler_options=QUICKLY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", first(RINGS), ids=str)
 def test_out_lse_and_all_gradients_are_as_near_to_float64_as_one_devices(case):
     case.check(run(case))
@@ -122,6 +123,7 @@ def test_batch_and_heads_may_be_sharded_too():
     np.testing.assert_allclose(out[:, : case.length], case.expected.out, rtol=0, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_the_layer_is_right_in_every_weight():
     ranks, weights, (x, dout) = 2, summary_weights(), layer_data()
     layer = SummaryAttention(**SUMMARY_LAYER, rngs=nnx.Rngs(0))

@@ -80,6 +80,7 @@ def test_an_exported_gradient_takes_any_batch(name):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), jax.jit(program.call)(*placed), gradients(*placed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "strategy"), first([(2, "ring"), (4, "gather"), (4, "two_way"), (2, "ulysses"), (4, "direct")])
 )
@@ -194,6 +195,7 @@ def test_dir_lists_every_public_name():
     assert set(ring_attn_jax.__all__) <= set(dir(ring_attn_jax))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inside", "remat"),
     first([(False, False), (True, True), (False, True), (True, False)], 1, 2),

@@ -93,6 +93,7 @@ def test_a_jitted_function_takes_rollouts_as_a_pytree():
     assert len(calls) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     first(

@@ -258,6 +258,7 @@ def test_shards_are_resumed_on_another_number_of_ranks(gloo, tmp_path):
         assert_equal(resumed["moments"], saved["moments"])
 
 
+@pytest.mark.slow
 def test_shards_of_a_resumed_run_end_in_the_same_bits(gloo, tmp_path):
     gloo(8, sharded_on_rank, tmp_path / "stopped", 0, 3)
     resumed = gloo(8, sharded_on_rank, tmp_path / "stopped", 3, 5)[0]

@@ -177,6 +177,7 @@ def test_a_pytorch_that_compiles_it_to_something_else_is_refused_by_name():
         call(x)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not COMPILES, reason="PyTorch before 2.15 compiles it to something else")
 def test_a_compiled_call_needs_no_break_of_the_graph():
     module, x, padding = DilatedAttention(**SIZES, **TWO), torch.randn(2, 8, 12), torch.arange(8).expand(2, 8) > 5

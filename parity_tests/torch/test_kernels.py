@@ -122,6 +122,7 @@ def test_any_two_features_together_are_exact(interpreter, case):
     check(case, run(interpreter, replace(case, poison=True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", first([replace(case, ranks=2) for case in EVERYTHING], 1, 2), ids=str)
 def test_every_feature_at_once_is_exact(interpreter, case):
     check(case, run(interpreter, case))
@@ -138,6 +139,7 @@ def test_equal_large_scores_are_as_exact_on_a_ring_as_on_one_rank(interpreter, s
     check_no_ring_adds_errors([check_exact(case, run(interpreter, case)) for case in cases], (1, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", first(STRATEGIC, 3, 5), ids=str)
 def test_joined_shards_are_exact_under_every_strategy(interpreter, case):
     """Gradients of keys that travel are in float32, in one step too."""
@@ -181,6 +183,7 @@ def test_a_tile_that_lies_in_two_spans_of_the_key_mask_looks_at_both(interpreter
     check(case, run(interpreter, case))
 
 
+@pytest.mark.slow
 def test_a_query_that_sees_nothing_but_its_sink_spoils_no_key(interpreter):
     """Sinks of float64, which no lse of float32 equals."""
     assert not SINKS_ALONE.visible.any(2).all()
@@ -188,6 +191,7 @@ def test_a_query_that_sees_nothing_but_its_sink_spoils_no_key(interpreter):
     check(case, run(interpreter, case))
 
 
+@pytest.mark.slow
 def test_nan_in_dlse_of_a_query_that_sees_no_key_reaches_the_sinks_alone(interpreter):
     case = replace(SINKS_ALONE, extents=None, key_mask="none")
     check_sinks_alone(run(interpreter, case), run(interpreter, with_nan_in_dlse(case)))

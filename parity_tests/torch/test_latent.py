@@ -40,6 +40,7 @@ def test_rings_of_every_size_are_exact(gloo, case):
     check(case, run(gloo, case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", one_of_each(2, EACH), ids=str)
 def test_every_feature_at_once_is_exact_and_hides_nan(gloo, case):
     clean = run(gloo, case)

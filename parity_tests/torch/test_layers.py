@@ -194,6 +194,7 @@ def copied_on_rank(group: Group) -> bool:
     return torch.equal(copy.deepcopy(layer)(x), layer(x)) and layer(x).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_a_transformer_and_its_loss_compile_as_one_graph():
     everything = {"windows": (9,), "softcap": 2.0, "sinks": True, "alibi": True, "dropout_rate": 0.2}
     model = RingTransformer(**TRANSFORMER | {"depth": 1, "layout": "contiguous"} | everything)

@@ -20,6 +20,7 @@ SEEDS = list(range(64))
 SIZES = {"embed_dim": 12, "num_heads": 2, "batch_first": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", first([2, 1, 4]))
 def test_random_calls_are_torchs_own_or_refused_by_name(gloo, ranks):
     results = gloo(ranks, over_a_ring, SEEDS)

@@ -116,6 +116,7 @@ def compiled_with_each_kind_of_group(world):
         assert torch.equal(compiled(q, q, q, group=group), first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [lambda n: {"dropout_rate": 0.3, "dropout_seed": n}, lambda n: {"mask": sliding_window(n)}])
 def test_another_number_at_every_call_stays_one_graph(options):
     q, k, v = leaves()
@@ -157,6 +158,7 @@ def with_dtensor(group):
     return ring_attention(q, q, q, group=group)
 
 
+@pytest.mark.slow
 def test_a_mesh_of_two_dimensions_names_the_remedy(gloo):
     errors = gloo.outcomes(8, with_two_dimensions)
     assert all(isinstance(error, NotImplementedError) and 'mesh["name"]' in str(error) for error in errors)

@@ -50,6 +50,7 @@ PASSED = {"none": (), "all": Arrays._fields} | {name: (name,) for name in Arrays
 opcheck_looks_at_grad = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 
+@pytest.mark.slow
 @opcheck_looks_at_grad
 @pytest.mark.parametrize("passed", one_of_each(3, ((each,) for each in PASSED.values())), ids=PASSED)
 def test_opcheck_accepts_the_forward_op(passed):

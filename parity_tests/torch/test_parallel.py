@@ -149,6 +149,7 @@ WAYS = [
 EVERY_RUN = (ddp_summed, checkpointed, tensor_and_fsdp_summed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", first(sorted(WAYS, key=lambda way: way not in EVERY_RUN), len(EVERY_RUN)), ids=lambda way: way.__name__
 )
@@ -223,6 +224,7 @@ def heads_refused(group: Group) -> None:
         parallelize_module(model, the_mesh()["tensor"], tensor_plan(model))
 
 
+@pytest.mark.slow
 def test_what_wraps_a_module_is_not_part_of_its_weights_names(gloo):
     gloo(1, named_alike)
 

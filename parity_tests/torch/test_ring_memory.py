@@ -27,6 +27,7 @@ def held(group: Any, strategy: str) -> int:
     return peak_bytes(call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), [("ring", 4), ("direct", 6), ("two_way", 6), ("ulysses", 4)])
 def test_a_rank_holds_no_more_in_a_larger_ring(gloo, strategy, ranks):
     """``ranks``: the smallest ring in which a rank has as many transfers at a time as in any larger one."""

@@ -40,6 +40,7 @@ COARSE = (8, 6)
 """Tiles that a slot fills once or twice: tests of the ring have smaller ones, which take three times as long."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", one_of_each(2, PAIRS), ids=str)
 def test_every_strategy_is_exact_with_every_feature(gloo, case):
     check(case, run(gloo, replace(case, tiles=COARSE)))
@@ -167,6 +168,7 @@ def test_ranks_with_other_strategies_are_told_so(gloo):
         assert "disagree on strategy: 'gather' on rank 0, 'Ulysses(ranks=2)' on rank 1" in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first(["direct", "in pairs", "two_way", "gather", "ulysses", "two_level"], 1, 2))
 def test_a_compiled_call_takes_the_strategy(gloo, name):
     case = Case(strategy=STRATEGIES[name], ranks=2, sinks=True)

@@ -80,6 +80,7 @@ PROBLEMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", first(PROBLEMS, 1, 3, "campaign"), ids=str)
 def test_lists_hold_the_tiles_that_some_query_sees_and_key_tiles_meet_their_turns(interpreter, problem):
     layout, ranks, kind, mask, extents = (getattr(problem, field.name) for field in fields(problem))

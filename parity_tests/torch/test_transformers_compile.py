@@ -17,6 +17,7 @@ from .hugging_face import LENGTH, Case, batch, make
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_compiled_once_for_all_batches(four: Any):
     for graphs, breaks, losses, gradient in four(2, compiled):
         assert abs(losses[0] - losses[1]) < 1e-5
@@ -52,6 +53,7 @@ def compiled(group: Any) -> tuple[int, int, list[float], float]:
 ORDERS = "model.compile() before", "compiled inside", "the compiled called", "the original called"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", first(ORDERS))
 def test_a_model_compiled_in_any_order_computes_what_an_eager_one_does(four: Any, order: str):
     for losses, whole, gradient in four(2, compiled_otherwise, order):
