@@ -90,13 +90,13 @@ def test_jax_writes_the_same_text_also_of_a_folder_of_hugging_faces_and_of_shard
 
 
 def test_what_cannot_begin_is_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match="is no folder with a config"):
+    with pytest.raises(ValueError, match="is not a folder with a config"):
         GenerateSettings(weights=tmp_path, prompt_file=folder / "prompt.txt")
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(ValueError, match="is empty"):
         Text(GenerateSettings(weights=folder / "weights", prompt_file=tmp_path / "empty.txt"))
     (tmp_path / "latin.txt").write_bytes("ä".encode("latin-1"))
-    with pytest.raises(ValueError, match="is no text in UTF-8"):
+    with pytest.raises(ValueError, match="is not UTF-8 text"):
         Text(GenerateSettings(weights=folder / "weights", prompt_file=tmp_path / "latin.txt"))
     with pytest.raises(ValueError, match="--ranks must be at least 1"):
         GenerateSettings(weights=folder / "weights", prompt_file=folder / "prompt.txt", ranks=0)

@@ -222,7 +222,7 @@ WRONG: list[tuple[str, tuple, dict, str]] = [
         for ranks in (NONE, TEXT, [2], 2.0, True, X)
     ),
     ("to_layout", (X, "zigzag", 0), {}, "a ring needs at least 1 rank, got 0"),
-    *(("to_layout", (X, "zigzag", 2), {"dim": dim}, "is no dimension of x") for dim in (NONE, TEXT, [1], 3, -4, 1.0)),
+    *(("to_layout", (X, "zigzag", 2), {"dim": dim}, "is not a dimension of x") for dim in (NONE, TEXT, [1], 3, -4, 1.0)),
     *(("to_layout", (X, "zigzag", 2), {"pad_value": x}, "pad_value must be one number") for x in (NONE, TEXT, [0], X)),
     *(
         ("to_layout", (X.astype(dtype), "zigzag", 3), {"pad_value": x}, rf"pad_value={x} does not fit x, .* integers from {low}")
@@ -239,7 +239,7 @@ WRONG: list[tuple[str, tuple, dict, str]] = [
         ("from_layout", (X, "zigzag", 2, length), {}, "length is the true global number")
         for length in (NONE, TEXT, [8], 8.0, -1, X)
     ),
-    *(("from_layout", (X, "zigzag", 2, 8), {"dim": dim}, "is no dimension of x") for dim in (NONE, TEXT, [1], 3)),
+    *(("from_layout", (X, "zigzag", 2, 8), {"dim": dim}, "is not a dimension of x") for dim in (NONE, TEXT, [1], 3)),
     *(("positions", ("zigzag", 2, 8, rank), {}, "rank must be an int, 0 to 1, got") for rank in (NONE, TEXT, [0], 0.5, True, X)),
     *(
         ("positions", ("zigzag", 2, length, 0), {}, "length is the true global number")

@@ -232,7 +232,7 @@ def test_adapters_begin_as_in_peft_and_differ_by_name_and_seed():
             "targets = []",
             "lora.targets names the projections with adapters, and there is none: choose from q, k, v, o, gate",
         ),
-        ("targets = ['out']", "lora.targets names the projections with adapters, and 'out' is none of them: choose from q, k,"),
+        ("targets = ['out']", "lora.targets names the projections with adapters, and 'out' is not one of them: choose from q,"),
         ("targets = 'q'", "lora.targets must be a list of texts, got 'q'"),
         ("ranks = 3", "[lora] has no key 'ranks': did you mean 'rank'? it has rank, alpha, targets"),
         (None, "[lora] freezes the weights of init_from, and init_from is missing"),

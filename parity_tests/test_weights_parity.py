@@ -186,7 +186,7 @@ def test_what_one_rank_cannot_load_no_rank_loads(gloo, tmp_path):
     (cut / weight_files.WEIGHTS).write_bytes((whole / weight_files.WEIGHTS).read_bytes()[:-100])
     (other / "config.json").write_text(json.dumps(json.loads((other / "config.json").read_text()) | {"model_type": "llama"}))
     assert gloo(2, loaded_on_rank, whole) == [None, None]
-    for theirs, words in ((missing, "is no folder"), (cut, "is truncated"), (other, "read it with load_llama")):
+    for theirs, words in ((missing, "is not a folder"), (cut, "is truncated"), (other, "read it with load_llama")):
         outcomes = gloo.outcomes(2, loaded_on_rank, PerRank(whole, theirs))
         assert [type(outcome) for outcome in outcomes] == [ValueError, ValueError], outcomes
         assert str(outcomes[0]) == str(outcomes[1])

@@ -69,10 +69,7 @@ def check_mask(mask: Any) -> None:
         got, hint = in_words(mask), "pass mask=causal(), or mask=full() for all keys"
     else:
         got = in_words(mask)
-        hint = (
-            "pass which keys are no padding as key_mask=, a bool array, and where the documents of packed sequences begin and "
-            "end as extents=, made by document_extents"
-        )
+        hint = "pass key_mask=, a bool array, False for padding, and for packed documents extents=, made by document_extents"
     raise ValueError(f"mask must be full(), causal(...) or sliding_window(...), got {got}: {hint}")
 
 

@@ -44,7 +44,7 @@ def unknown_axis(axis_name: Any, outside: str) -> str:
     """Return the error that ``axis_name`` is not a mesh axis here; ``outside``: the advice if no shard_map surrounds the call."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     advice = f"this shard_map is over {', '.join(axes)}: pass axis_name={choice_of(axes)}" if axes else outside
-    return f"axis_name={axis_name!r} is no mesh axis here{', ' if axes else ': '}{advice}"
+    return f"axis_name={axis_name!r} is not a mesh axis here{', ' if axes else ': '}{advice}"
 
 
 def choice_of(axes: Sequence[str]) -> str:

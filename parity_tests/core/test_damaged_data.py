@@ -66,7 +66,7 @@ HEADERS = {
 @pytest.mark.parametrize("name", HEADERS)
 def test_a_header_that_numpy_would_not_write_is_refused_in_a_line(name, tmp_path):
     (tmp_path / "b.npy").write_bytes(HEADERS[name])
-    with pytest.raises(ValueError, match=r"b.npy is no array of token ids") as raised:
+    with pytest.raises(ValueError, match=r"b.npy is not an array of token ids") as raised:
         corpus.batches(tmp_path)
     assert len(str(raised.value)) < 500 + len(str(tmp_path))
 

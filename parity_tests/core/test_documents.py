@@ -242,7 +242,7 @@ def test_a_tokenizer_that_cannot_be_had_is_refused(words: Path, monkeypatch):
     with pytest.raises(ValueError, match=r"tokenizer='nowhere.json' cannot be read .*: pass a tokenizer.json"):
         corpus.batches(folder, tokenizer="nowhere.json")
     (words.parent / "broken.json").write_text("{")
-    with pytest.raises(ValueError, match=r"broken.json' is no tokenizer.json of tokenizers"):
+    with pytest.raises(ValueError, match=r"broken.json' is not a tokenizer.json of tokenizers"):
         corpus.batches(folder, tokenizer=words.parent / "broken.json")
     (folder / "3.txt").write_text("  \n")
     with pytest.raises(ValueError, match=r"3.txt makes no tokens"):

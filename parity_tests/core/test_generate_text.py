@@ -59,7 +59,7 @@ def test_one_prompt_is_wanted(weights: Path):
         (): "pass what the text begins with: --prompt TEXT, or --prompt-file FILE",
         ("--prompt", "x", *file): "--prompt and --prompt-file were both passed: leave one of them out",
         ("--prompt", ""): "--prompt is empty: pass what the text begins with",
-        ("--prompt", "a\udcff"): "--prompt is no text in UTF-8",
+        ("--prompt", "a\udcff"): "--prompt is not UTF-8 text",
         ("--prompt", "x", "--stop", "300"): "--stop holds 300, and a vocabulary of 256 has 0 to 255",
     }
     for options, words in cases.items():

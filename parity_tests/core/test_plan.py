@@ -226,8 +226,8 @@ ERRORS = [
     ),
     (
         {"mask": True},
-        "mask must be full(), causal(...) or sliding_window(...), got True: pass which keys are no padding as key_mask=, a "
-        "bool array, and where the documents of packed sequences begin and end as extents=, made by document_extents",
+        "mask must be full(), causal(...) or sliding_window(...), got True: pass key_mask=, a bool array, False for "
+        "padding, and for packed documents extents=, made by document_extents",
     ),
     ({"layout": "ziggy"}, f"unknown layout 'ziggy': choose one of {', '.join(LAYOUTS)}"),
 ]

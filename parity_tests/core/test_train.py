@@ -109,8 +109,8 @@ def test_the_table_of_the_docs_has_every_key_with_its_default():
             "data.length = 1022 cannot be split by 4 ranks in the layout 'balanced': make it a multiple of 4",
         ),
         ("init_from = 'there'\n[model]\ndim = 4", "init_from = 'there' says what the model is, and so does [model]"),
-        ("init_from = 'nowhere'", "init_from = 'nowhere' is no folder with a config.json: pass one"),
-        ("init_from = 'before'", "init_from = 'before' is no folder with a config.json: did you mean 'before/weights'?"),
+        ("init_from = 'nowhere'", "init_from = 'nowhere' is not a folder with a config.json: pass one"),
+        ("init_from = 'before'", "init_from = 'before' is not a folder with a config.json: did you mean 'before/weights'?"),
         ("[data]\nfolder = 'nowhere'", "data: folder='nowhere' does not exist"),
         ("[data]\nfolder = '.'\npattern = '*.none'", "data: no file in . fits pattern='*.none'"),
         ("[data]\nheld_out = '*.none'", "data.held_out: no file in "),
@@ -134,7 +134,7 @@ def test_the_table_of_the_docs_has_every_key_with_its_default():
         ("[optimizer]\ncooldown = 0", "optimizer.cooldown must be more than 0 and at most 1, got 0.0"),
         ("[ring]\nweights = 'split'", "ring.weights must be one of 'whole', 'sharded', got 'split'"),
         ("[data]\ncolumn = 'prompt'", "data: column='prompt' is for .jsonl, .parquet, .arrow files, and "),
-        ("steps = ", "is no TOML"),
+        ("steps = ", "is not valid TOML"),
     ],
 )
 def test_a_mistake_is_answered_in_one_line_before_anything_starts(text: str, words: str, tmp_path: Path, monkeypatch):

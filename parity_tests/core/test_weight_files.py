@@ -172,7 +172,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
 
 
 def test_a_folder_that_lacks_something_says_what(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"none is no folder: pass one with config\.json and model\.safetensors in it"):
+    with pytest.raises(ValueError, match=r"none is not a folder: pass one with config\.json and model\.safetensors in it"):
         current(tmp_path / "none")
     with pytest.raises(ValueError, match=r"config\.json is missing"):
         values(tmp_path)

@@ -215,7 +215,7 @@ def test_a_file_that_is_written_to_in_place_while_it_is_read_is_named(tmp_path):
         with open(tmp_path / "w" / WEIGHTS, "r+b") as file:
             file.seek(-1, os.SEEK_END)
             file.write(b"\1")
-        with pytest.raises(ValueError, match=f"{WEIGHTS} was written to while it was read: load it when nobody saves there"):
+        with pytest.raises(ValueError, match=f"{WEIGHTS} was written to while it was read: load it when no process writes there"):
             held.check_unwritten()
 
 
@@ -229,5 +229,5 @@ def test_a_folder_that_is_replaced_again_and_again_is_given_up(tmp_path, monkeyp
         return found
 
     monkeypatch.setattr(weight_files, "_opened", replaced)
-    with pytest.raises(ValueError, match="was replaced 5 times while it was read: load it when nobody saves there"):
+    with pytest.raises(ValueError, match="was replaced 5 times while it was read: load it when no process writes there"):
         value(tmp_path / "w")

@@ -1,4 +1,5 @@
-"""Find prose that breaks the house's rules: docstrings of the packages and of parity_tests/support, pages, and the changelog.
+"""Find prose that breaks the house's rules: docstrings and errors of the packages, docstrings of parity_tests/support, pages, and
+the changelog.
 
     python -P parity_tests/house/prose.py [path ...]    print the findings below these paths, or all of them
 
@@ -34,7 +35,7 @@ OPENERS = re.compile(r"(What|Who|Whose|Whoever|Whatever|Where|Which|Of|How|Wheth
 
 BANNED = {
     "ValueError for, ValueError where": r"\bValueError(s)? (for|where)\b",
-    "is no, are no, was no": r"\b(is|are|was|were) no (?!longer\b|more\b|less\b|fewer\b|slower\b|faster\b|larger\b|smaller\b)",
+    "is no, are no, was no": r"(?<!there )\b(is|are|was|were) no (?!(longer|more|less|fewer|slower|faster|larger|smaller)\b)",
     "is none, are none": r"\b(is|are) none\b(?! of)",
     "nobody, whoever": r"\b(nobody|whoever)\b",
 }
@@ -63,6 +64,8 @@ def _of_code(file: Path) -> Iterator[tuple[str, str]]:
     for name, text in _docstrings_of(file):
         for rule in judged(text):
             yield name, rule
+    for text in raised(ast.parse(file.read_text(encoding="utf-8"))):
+        yield from ((f"error {' '.join(text.split()[:6])}", rule) for rule in banned(text))
 
 
 @cache
@@ -99,9 +102,23 @@ def judged(text: str) -> Iterator[str]:
         yield f"begins with {first.split()[0]}"
     if any(OPENERS.match(sentence) for sentence in later):
         yield "a sentence begins with What, Who, Where, Which, Of, How, Whether or the like"
+    yield from banned(text)
+
+
+def banned(text: str) -> Iterator[str]:
+    """Yield the rules of words that a text breaks."""
     for phrase, pattern in BANNED.items():
         if re.search(pattern, text):
             yield f"has a banned phrase: {phrase}"
+
+
+def raised(tree: ast.AST) -> Iterator[str]:
+    """Yield the text of each error that a module raises, with ``...`` for the values in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            for x in node.exc.args:
+                parts = x.values if isinstance(x, ast.JoinedStr) else [x]
+                yield "".join(str(p.value) if isinstance(p, ast.Constant) else "..." for p in parts)
 
 
 def absent_files() -> list[str]:

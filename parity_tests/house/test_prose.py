@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 
-from .prose import absent_files, findings, judged, paths_in
+from .prose import absent_files, banned, findings, judged, paths_in, raised
 
 BASELINE = Path(__file__).with_name("prose_baseline.txt")
 
@@ -40,6 +41,11 @@ def test_paths_are_found_in_a_sentence():
 )
 def test_a_sentence_that_breaks_a_rule_is_found(text: str, rule: str):
     assert [found for found in judged(text) if rule in found]
+
+
+def test_an_error_that_breaks_a_rule_of_words_is_found():
+    (text,) = raised(ast.parse("raise ValueError(f'{path} is no folder: pass one')"))
+    assert text == "... is no folder: pass one" and [*banned(text)] == ["has a banned phrase: is no, are no, was no"]
 
 
 def test_plain_sentences_are_not_found():

@@ -134,8 +134,8 @@ def prefilled(cache: KVCache, lengths: Any = None, dtype: Any = jnp.float32, **a
         (lambda cache: cache.step(rows=[]), "rows names no request"),
         (lambda cache: cache.rollback(cache.lengths * 1.5), r"lengths must be integers \[2\], .* got float32 \[2\]"),
         (lambda cache: cache.rollback(cache.lengths[:1]), r"lengths must be integers \[2\]"),
-        (lambda cache: cache.append(np.int64(-1), *[jnp.ones((2, 1, 2, 8))] * 2, cache.step()), "layer=-1 is none of"),
-        (lambda cache: cache.append(2, *[jnp.ones((2, 1, 2, 8))] * 2, cache.step()), "layer=2 is none of the cache's 2 layers"),
+        (lambda cache: cache.append(np.int64(-1), *[jnp.ones((2, 1, 2, 8))] * 2, cache.step()), "layer=-1 is not one of"),
+        (lambda cache: cache.append(2, *[jnp.ones((2, 1, 2, 8))] * 2, cache.step()), "layer=2 is not one of the cache's 2"),
     ],
 )
 def test_what_does_not_fit_is_refused_when_it_is_traced(call, message):
@@ -195,9 +195,9 @@ def test_lengths_to_go_back_to_that_are_traced_are_not_below_0():
 
 
 def test_a_cache_needs_a_mesh_or_a_shard_map():
-    with pytest.raises(ValueError, match="axis_name='data' is no axis of the mesh, which has 'seq'"):
+    with pytest.raises(ValueError, match="axis_name='data' is not an axis of the mesh, which has 'seq'"):
         small(axis_name="data")
-    with pytest.raises(ValueError, match=r"'seq' is no mesh axis here: call KVCache.make inside .* or pass mesh="):
+    with pytest.raises(ValueError, match=r"'seq' is not a mesh axis here: call KVCache.make inside .* or pass mesh="):
         small(mesh=None)
     made = jax.shard_map(lambda: small(mesh=None), mesh=mesh_of(2), in_specs=(), out_specs=small().specs)()
     assert made.k.shape == small().k.shape

@@ -88,7 +88,7 @@ def decode(given: dict[str, Any], **options: Any) -> Any:
         ({}, {"softcap": math.inf}, "softcap must be a Python number"),
         ({}, {"backend": "abacus"}, "unknown backend 'abacus' for decoding"),
         ({}, {"backend": "triton"}, "its kernels run on NVIDIA GPUs"),
-        ({}, {"axis_name": "rows"}, "axis_name='rows' is no mesh axis here"),
+        ({}, {"axis_name": "rows"}, "axis_name='rows' is not a mesh axis here"),
     ],
     ids=str,
 )

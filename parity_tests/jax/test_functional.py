@@ -200,7 +200,7 @@ def test_it_works_where_nothing_is_promoted():
         ({"scale": "1"}, "scale must be"),
         ({"is_causal": "False"}, "is_causal must be True or False, got 'False'"),
         ({"return_residual": 1}, "return_residual must be True or False, got 1"),
-        ({"axis_name": "seq"}, "axis_name='seq' is no mesh axis here: .*pass axis_name=None for one device"),
+        ({"axis_name": "seq"}, "axis_name='seq' is not a mesh axis here: .*pass axis_name=None for one device"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, words):

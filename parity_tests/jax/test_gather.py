@@ -78,7 +78,7 @@ def test_what_is_no_shard_is_refused(call, arguments, message):
     inside = lambda *options: jax.shard_map(partial(call, *options), mesh=mesh_of(1), in_specs=(), out_specs=REPLICATED)()
     with pytest.raises(ValueError, match=message):
         inside(*arguments)
-    with pytest.raises(ValueError, match=f"'seq' is no mesh axis here: call {call.__name__} inside"):
+    with pytest.raises(ValueError, match=f"'seq' is not a mesh axis here: call {call.__name__} inside"):
         call(jnp.ones((1, 6)))
 
 
@@ -96,5 +96,5 @@ def test_an_axis_that_the_shard_map_lacks_is_refused_with_those_it_has(name, axe
     mesh = jax.make_mesh((1,) * len(axes), axes, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
     call = jax.shard_map(CALLS[name], mesh=mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False)
     names = {1: "this shard_map is over ring: pass axis_name='ring'", 2: "over rows, ring: pass axis_name='rows' or 'ring'"}
-    with pytest.raises(ValueError, match=rf"axis_name='seq' is no mesh axis here, .*{names[len(axes)]}(\n|$)"):
+    with pytest.raises(ValueError, match=rf"axis_name='seq' is not a mesh axis here, .*{names[len(axes)]}(\n|$)"):
         call(jnp.ones((1, 8, 2, 4)))

@@ -275,7 +275,7 @@ def test_arrays_that_do_not_fit_are_refused():
         RingTransformer(**TRANSFORMER, mesh=mesh_of(1), rngs=nnx.Rngs(0))(jnp.ones((2, 4)))
     with pytest.raises(ValueError, match=r"labels must be \[2, 4\]"):
         loss(jnp.ones((2, 4, 7)), jnp.ones((2, 5), jnp.int32), axis_name=None)
-    with pytest.raises(ValueError, match="'seq' is no mesh axis here: call loss inside"):
+    with pytest.raises(ValueError, match="'seq' is not a mesh axis here: call loss inside"):
         loss(jnp.ones((2, 4, 7)), jnp.ones((2, 4), jnp.int32))
 
 

@@ -171,7 +171,7 @@ def test_a_traced_ignore_index_is_refused_in_words_and_counted():
 
 
 def test_labels_are_counted_inside_shard_map_or_whole():
-    with pytest.raises(ValueError, match="'seq' is no mesh axis here: call count_labels inside"):
+    with pytest.raises(ValueError, match="'seq' is not a mesh axis here: call count_labels inside"):
         count_labels(Y)
     with pytest.raises(ValueError, match=r"axis_name must be the name of a mesh axis, a tuple of names, or None .*, got 5"):
         count_labels(Y, axis_name=5)  # type: ignore[arg-type]

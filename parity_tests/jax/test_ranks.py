@@ -224,7 +224,7 @@ SAID = (
     r"1 of 6 .*: more is int on process 1, absent on process 0\. ",
     r"process 1: f must be a pytree of jax arrays",
     r"process 1: .*broken has neither model.safetensors nor",
-    r"process 0: .*none is no folder",
+    r"process 0: .*none is not a folder",
 )
 
 

@@ -172,7 +172,7 @@ def test_what_is_no_array_is_refused_and_a_call_outside_a_shard_map():
     for name, what in (("q", "q, k and v"), ("pool", "pool")):
         with pytest.raises(ValueError, match=f"{what} must be .*array.*, got list"):
             sharded_summary_attention(**arrays | {name: [1.0]}, **options, mesh=mesh_of(1))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="axis_name='seq' is no mesh axis here"):
+    with pytest.raises(ValueError, match="axis_name='seq' is not a mesh axis here"):
         summary_attention(**arrays, **options)  # type: ignore[arg-type]
 
 

@@ -202,7 +202,7 @@ def test_values_that_do_not_fit_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         unpack_rollouts(*arguments)
     inside = partial(unpack_rollouts, rollouts=PACKED, layout="zigzag")
-    with pytest.raises(ValueError, match=r"'seq' is no mesh axis here: call unpack_rollouts inside .* leave layout out"):
+    with pytest.raises(ValueError, match=r"'seq' is not a mesh axis here: call unpack_rollouts inside .* leave layout out"):
         inside(jnp.ones((1, 6)))
     with pytest.raises(ValueError, match="x holds 5 tokens, and of length=5 over 1 ranks in zigzag a shard has 6"):
         jax.shard_map(inside, mesh=mesh_of(1), in_specs=SEQ, out_specs=REPLICATED)(jnp.ones((1, 5)))

@@ -99,7 +99,7 @@ def check_draws(draws, results, truth) -> None:
         got = of_ranks[0]
         if isinstance(got, str):
             assert len({*of_ranks}) == 1
-            with pytest.raises(ValueError, match=drawn.refused or "attn_mask is no band"):
+            with pytest.raises(ValueError, match=drawn.refused or "attn_mask is not a band"):
                 raise ValueError(got)
             continue
         assert drawn.refused is None
@@ -223,7 +223,7 @@ HOLES[5:, :5] = HOLES[:5, 5:] = True
     ("arguments", "words"),
     [
         ({"need_weights": True}, "need_weights=True asks"),
-        ({"attn_mask": HOLES}, "attn_mask is no band: dilated attention takes causal masks and sliding windows"),
+        ({"attn_mask": HOLES}, "attn_mask is not a band: dilated attention takes causal masks and sliding windows"),
         ({"attn_mask": torch.zeros(8, 8), "is_causal": True}, "is_causal=True beside an attn_mask that is not"),
         ({"attn_mask": torch.zeros(8, 7)}, r"attn_mask must be whole, .*, got \[8, 7\] for shards of 8"),
         ({"key_padding_mask": torch.zeros(8, dtype=torch.bool)}, r"key_padding_mask must be \[2, 8\], .*, got \[8\]"),

@@ -155,7 +155,7 @@ def test_a_trainer_says_what_a_ring_cannot_run_when_it_is_made(tmp_path: Path):
     pytest.importorskip("transformers", minversion="5.20", reason="RingTrainer needs it")
     pytest.importorskip("accelerate")
     arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
-    with pytest.raises(ValueError, match="LlamaForSequenceClassification is no sum over tokens, and its head answers once a row"):
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification is not a sum over tokens, and its head answers once"):
         hf.RingTrainer(model=classifier(), args=arguments)
     config: Any = transformers.LlamaConfig(**SMALL)
     with pytest.raises(ValueError, match="backend='triton' is for models on a GPU"):
@@ -195,7 +195,7 @@ def test_a_classifier_with_adapters_is_told_where_its_model_is():
 
 CLASSIFIED = torch.arange(3, 29).reshape(2, 13)
 CLASSES_OF_ROWS = (
-    r"the loss of LlamaForSequenceClassification is no sum over tokens, and its head answers once a row, .* with "
+    r"the loss of LlamaForSequenceClassification is not a sum over tokens, and its head answers once, .* with "
     r"sequence_parallel\(model.base_model, gather_logits=True\) LlamaModel returns last_hidden_state whole"
 )
 

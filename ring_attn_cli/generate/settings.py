@@ -56,12 +56,12 @@ class GenerateSettings:
         if self.prompt is not None and self.prompt_file is not None:
             raise ValueError("--prompt and --prompt-file were both passed: leave one of them out")
         if self.prompt_file is not None and not self.prompt_file.is_file():
-            raise ValueError(f"{self.prompt_file} is no file: write into one what the text begins with, or pass --prompt TEXT")
+            raise ValueError(f"{self.prompt_file} is not a file: pass a file with the prompt, or --prompt TEXT")
         check_count(self.ranks, "--ranks")
         if not (self.weights / "config.json").is_file():
             raise ValueError(
-                f"{self.weights} is no folder with a config.json: pass one that save_weights or Hugging Face has written, such "
-                "as the folder weights in that of a run of ring-attn train"
+                f"{self.weights} is not a folder with a config.json: pass one that save_weights or Hugging Face has written, "
+                "such as the folder weights in that of a run of ring-attn train"
             )
         self.check_ids([x for x in self.ends if is_integer(x)], "--stop" if self.stop else "eos_token_id of config.json")
 
@@ -76,7 +76,7 @@ class GenerateSettings:
             text = self.prompt or "" if self.prompt_file is None else self.prompt_file.read_text(encoding="utf-8")
             text.encode()  # raises on surrogates, which stand for arguments that are not UTF-8
         except UnicodeError as error:
-            raise ValueError(f"{self.origin} is no text in UTF-8 ({error}): save it as UTF-8, the prompt is text") from error
+            raise ValueError(f"{self.origin} is not UTF-8 text ({error}): save it as UTF-8, the prompt is text") from error
         if not text:
             verb = "pass" if self.prompt_file is None else "write into it"
             raise ValueError(f"{self.origin} is empty: {verb} what the text begins with")

@@ -63,7 +63,7 @@ def _read(path: Path) -> Any:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises plain Exception
-        raise ValueError(f"{path} is no tokenizer.json of tokenizers: {error}") from error
+        raise ValueError(f"{path} is not a tokenizer.json of tokenizers: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

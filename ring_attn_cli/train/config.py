@@ -217,7 +217,7 @@ def read(path: Path | None, *, out: str | None = None, steps: int | None = None,
         except IsADirectoryError:
             raise ValueError(f"{path} is a folder: pass the path of a TOML file in it, or none for the defaults") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is no TOML: {error}") from error
+            raise ValueError(f"{path} is not valid TOML: {error}") from error
     ring = values.setdefault("ring", {})
     for table, name, value in ((values, "out", out), (values, "steps", steps), (ring, "ranks", ranks)):
         if value is not None and isinstance(table, dict):

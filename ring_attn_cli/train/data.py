@@ -76,7 +76,7 @@ def _check_init_from(config: Config) -> None:
         inside = Path(config.init_from, "weights")
         meant = f"did you mean {str(inside)!r}? " if (inside / "config.json").is_file() else ""
         raise ValueError(
-            f"init_from = {config.init_from!r} is no folder with a config.json: {meant}pass one that save_weights or Hugging "
+            f"init_from = {config.init_from!r} is not a folder with a config.json: {meant}pass one that save_weights or Hugging "
             "Face has written"
         )
     if config.lora is not None:

@@ -95,7 +95,7 @@ def check_layer(spec: CacheSpec, layer: Any) -> None:
     except TypeError:
         return
     if not 0 <= known < spec.sizes.layers:
-        raise ValueError(f"layer={layer} is none of the cache's {spec.sizes.layers} layers, 0 to {spec.sizes.layers - 1}")
+        raise ValueError(f"layer={layer} is not one of the cache's {spec.sizes.layers} layers, 0 to {spec.sizes.layers - 1}")
 
 
 def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> None:

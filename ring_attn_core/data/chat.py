@@ -178,7 +178,7 @@ def _checked(row: ChatRow, where: str) -> ChatRow:
         if message.get("weight") not in (None, 0, 1):
             raise ValueError(f'{where}: the "weight" of a message must be 0 or 1, got {in_words(message["weight"])}')
     if BEGIN in (text := json.dumps([chat, tools], ensure_ascii=False, default=str)) or END in text:
-        raise ValueError(f"{where}: a message or a tool holds U+FDD0 or U+FDD1, which are no characters: leave them out")
+        raise ValueError(f"{where}: a message or a tool holds U+FDD0 or U+FDD1, which are not characters: leave them out")
     messages = []
     for i, message in enumerate(chat):
         filled = {name: x for name, x in message.items() if x is not None and (name, x) != (CALLS, [])}

@@ -100,7 +100,7 @@ def _tokenizer(settings: DatasetSettings, text: bytes) -> Any:
     try:
         tokenizer = Tokenizer.from_buffer(text)
     except Exception as error:  # its Rust code raises several types
-        raise ValueError(f"tokenizer={os.fspath(settings.tokenizer)!r} is no tokenizer.json of tokenizers: {error}") from error
+        raise ValueError(f"tokenizer={os.fspath(settings.tokenizer)!r} is not a tokenizer.json of tokenizers: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -141,6 +141,6 @@ def _utf8(file: File, content: Any) -> Iterator[bytes]:
 
 def _binary(file: File, why: str) -> ValueError:
     return ValueError(
-        f"{file.path} is no text ({why}): convert it to UTF-8, save token ids with numpy.save as .npy, or pass a pattern that "
+        f"{file.path} is not text ({why}): convert it to UTF-8, save token ids with numpy.save as .npy, or pass a pattern that "
         "leaves it out, such as pattern='**/*.txt'"
     )

@@ -50,7 +50,7 @@ def _array(file: File, opened: BinaryIO) -> Document:
         (tokens,) = shape
     except (ValueError, SyntaxError, TypeError, KeyError, IndexError, RecursionError, MemoryError) as error:
         raise ValueError(
-            f"{file.path} is no array of token ids, integers of one dimension as numpy.save writes them ({_short(error)}): "
+            f"{file.path} is not an array of token ids, integers of one dimension as numpy.save writes them ({_short(error)}): "
             f"save it as numpy.save(path, ids.reshape(-1)), or pass a pattern that leaves it out"
         ) from error
     if not tokens:

@@ -15,7 +15,7 @@ WITH_SIZE = 0x04
 def stack_bytes(cubin: bytes) -> int:
     """Return the stack in bytes per thread, which holds spilled registers, summed over all kernels of a binary."""
     if cubin[:5] != b"\x7fELF\x02":
-        raise ValueError(f"a kernel's binary begins with {cubin[:5]!r}, which is no ELF file of 64 bits")
+        raise ValueError(f"a kernel's binary begins with {cubin[:5]!r}, which is not a 64-bit ELF file")
     return sum(size for name, section in _sections(cubin) if name == ".nv.info" for size in _frame_sizes(section))
 
 

@@ -52,7 +52,7 @@ class LoRA:
             raise ValueError(f"lora.alpha must be more than 0 and finite, got {alpha}: without it the scale alpha / rank is 1")
         unknown = [name for name in self.targets if name not in TARGETS]
         if unknown or not self.targets:
-            got = f"{unknown[0]!r} is none of them" if unknown else "there is none"
+            got = f"{unknown[0]!r} is not one of them" if unknown else "there is none"
             raise ValueError(f"lora.targets names the projections with adapters, and {got}: choose from {', '.join(TARGETS)}")
         object.__setattr__(self, "alpha", alpha)
         object.__setattr__(self, "targets", tuple(name for name in TARGETS if name in self.targets))

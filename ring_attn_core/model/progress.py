@@ -56,7 +56,7 @@ def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> Re
         )
     lacking = [name for name in ("step", "data", "more", "config") if name not in found]
     if lacking:
-        raise ValueError(f"{where} says nothing of {', '.join(lacking)}: it is no checkpoint, or a damaged one")
+        raise ValueError(f"{where} says nothing of {', '.join(lacking)}: it is not a checkpoint, or is damaged")
     step, data, more, theirs = (found[name] for name in ("step", "data", "more", "config"))
     for name, value, fits, expected in (
         ("step", step, type(step) is int and step >= 0, "an int of at least 0"),

@@ -56,7 +56,7 @@ def check_alike(what: str, unit: str, found: Sequence[str]) -> None:
         others = [f"{unit} {rank} read {text}" for rank, text in enumerate(found) if text != found[0]]
         listed = "; ".join(others[:MOST_OWNERS])
         raise RankDifference(
-            f"{what} are not the same on every {unit}: {unit} 0 read {found[0]}; {listed}. Load them when nobody saves "
+            f"{what} are not the same on every {unit}: {unit} 0 read {found[0]}; {listed}. Load them when no process writes "
             "there, from one folder that all hosts share or from equal copies of it"
         )
 

@@ -101,7 +101,7 @@ def opened_folder(folder: str | Path, framework: str = "np", device: str = "cpu"
                 continue
             yield held
             return
-    raise ValueError(f"{folder} was replaced {TRIES} times while it was read: load it when nobody saves there")
+    raise ValueError(f"{folder} was replaced {TRIES} times while it was read: load it when no process writes there")
 
 
 def current(folder: str | Path) -> Path:
@@ -113,7 +113,7 @@ def current(folder: str | Path) -> Path:
             if place.is_dir():
                 return place
         time.sleep(0.01)
-    raise ValueError(f"{folder} is no folder: pass one with {CONFIG} and {WEIGHTS} in it")
+    raise ValueError(f"{folder} is not a folder: pass one with {CONFIG} and {WEIGHTS} in it")
 
 
 def resolved(folder: str | Path) -> Path:
@@ -257,9 +257,9 @@ def _check_unwritten(path: Path, was: Identity, where: Path | int) -> None:
     try:
         now = identity(where)
     except OSError as error:
-        raise ValueError(f"{path} vanished while it was read ({error.strerror}): load it when nobody saves there") from error
+        raise ValueError(f"{path} vanished while it was read ({error.strerror}): load it when no process writes there") from error
     if now[:4] != was[:4]:
-        raise ValueError(f"{path} was written to while it was read: load it when nobody saves there")
+        raise ValueError(f"{path} was written to while it was read: load it when no process writes there")
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:

@@ -189,7 +189,7 @@ def check_along(x: Any, is_array: bool, expected: str, dim: Any) -> None:
     if not is_array:
         raise ValueError(f"x must be {expected}, got {in_words(x)}: convert it first")
     if not is_integer(dim) or not -len(x.shape) <= dim < len(x.shape):
-        raise ValueError(f"dim={in_words(dim)} is no dimension of x {list(x.shape)}: pass the one that counts tokens")
+        raise ValueError(f"dim={in_words(dim)} is not a dimension of x {list(x.shape)}: pass the one that counts tokens")
 
 
 def check_number(name: str, x: Any) -> None:

@@ -185,7 +185,7 @@ def check_nodes(q_positions: list[list[int]]) -> None:
             raise ValueError(
                 "with tree_mask the queries of a row are the nodes of a tree, at q_positions p, p + 1, ... where their keys lie, "
                 f"and row {row} has {positions[:8]}{' ...' if len(positions) > 8 else ''}: number the nodes in the order of "
-                "their slots; who sees whom, and how deep a node is, tree_mask says"
+                "their slots; tree_mask says which node sees which, and how deep each is"
             )
 
 

@@ -99,7 +99,7 @@ class KVCache(Requests):
         Raise ValueError if an argument does not fit.
         """
         if mesh is not None and axis_name not in mesh.shape:
-            raise ValueError(f"axis_name={axis_name!r} is no axis of the mesh, which has {', '.join(map(repr, mesh.shape))}")
+            raise ValueError(f"axis_name={axis_name!r} is not an axis of the mesh, which has {', '.join(map(repr, mesh.shape))}")
         instead = "pass mesh=, of one device where there is but one"
         ranks = ring_size(axis_name, "KVCache.make", instead) if mesh is None else mesh.shape[axis_name]
         scaled = k_scale is not None or v_scale is not None

@@ -159,7 +159,7 @@ class RingAttentionFunction(FlaxFunction):
         extents, key_mask, fits = mask_arguments(visible, self.options.layout, self.where.ranks)
         check_fits(
             fits,
-            "be the same for all heads and, apart from keys hidden from everybody, one interval of keys for each query, in the "
+            "be the same for all heads and, apart from keys hidden from all queries, one interval of keys for each query, in the "
             "order of the arrays",
             "Bands are mask= of attention_fn",
         )

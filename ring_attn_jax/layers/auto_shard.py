@@ -59,7 +59,7 @@ def check_global(ids: Any, mask: Any) -> None:
         raise ValueError(f"ids must be integers [batch, tokens], whole sequences in natural order, got {got}")
     if mask is not None and (str(getattr(mask, "dtype", "")) != "bool" or mask.shape != shape):
         got = f"{mask.dtype} {list(mask.shape)}" if hasattr(mask, "dtype") else type(mask).__name__
-        raise ValueError(f"mask must be bool {list(shape)}, True where a token is no padding, got {got}")
+        raise ValueError(f"mask must be bool {list(shape)}, True for tokens and False for padding, got {got}")
 
 
 def check_alone(auto_shard: bool, mask: Any, **of_shards: jax.Array | int | None) -> None:

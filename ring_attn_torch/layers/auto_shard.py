@@ -110,7 +110,7 @@ def check_global(ids: Any, mask: Any) -> None:
         raise ValueError(f"ids must be integers [batch, tokens], whole sequences in natural order, got {got}")
     if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != ids.shape):
         got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"mask must be bool {list(ids.shape)}, True where a token is no padding, got {got}")
+        raise ValueError(f"mask must be bool {list(ids.shape)}, True for tokens and False for padding, got {got}")
 
 
 def check_alone(auto_shard: bool, mask: Any, **of_shards: Tensor | int | None) -> None:

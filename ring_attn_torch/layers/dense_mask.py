@@ -104,7 +104,7 @@ def mask_arguments(visible: Tensor, is_causal: bool = False) -> MaskArguments:
     if not fit[-1]:
         raise ValueError(
             "attn_mask is neither a band (causal, a sliding window) nor one interval of keys for each query, apart from keys "
-            "hidden from everybody: pass such a mask, and padding as key_padding_mask"
+            "hidden from all queries: pass such a mask, and padding as key_padding_mask"
         )
     extents = torch.stack([first, end], -1).masked_fill((counts == 0)[..., None], 0)
     return MaskArguments(full(), extents, None if fit[-2] else used)

@@ -106,8 +106,8 @@ class DilatedAttention(MultiheadBase):
         mask, options = super()._mask_of(q, k, call_options, options)
         if mask.extents is not None:
             raise ValueError(
-                "attn_mask is no band: dilated attention takes causal masks and sliding windows, and keys hidden from everybody "
-                "beside them. Pass is_causal=True, or None, and padding as key_padding_mask"
+                "attn_mask is not a band: dilated attention takes causal masks and sliding windows, and keys hidden from all "
+                "queries beside them. Pass is_causal=True, or None, and padding as key_padding_mask"
             )
         return mask, options
 

@@ -36,7 +36,7 @@ OLDEST = Version("5.20")
 REFUSED = {
     "output_attentions": "the weights of attention, tokens times tokens, are never made: leave it out",
     "logits_to_keep": "the last tokens are on one rank. Leave it out, or pass use_cache=True, for text",
-    "is_causal": "the config says who sees whom: leave it out",
+    "is_causal": "the config says which tokens see which: leave it out",
 }
 
 SAME_WEIGHTS = (
@@ -158,7 +158,7 @@ def _check(call: CallArguments) -> None:
     given = call.by_name
     if {"labels", "shift_labels"} & given.keys() and model.loss_function not in (*SHIFTED, *IN_PLACE):
         raise ValueError(
-            f"the loss of {name} is no sum over tokens that sequence_parallel knows: leave labels out, compute it from logits "
+            f"the loss of {name} is not a sum over tokens that sequence_parallel knows: leave labels out, compute it from logits "
             f"(gather_logits=True gives all {length}); its gradient is then as many times one device's as there are ranks"
         )
     _check_fused_head(call)
@@ -185,7 +185,8 @@ def _check(call: CallArguments) -> None:
         if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) != call.shape):
             raise ValueError(
                 f"{argument} must be {list(call.shape)}, [batch, length] of the whole sequence as input_ids is, got "
-                f"{shape_of(x)}: sequence_parallel shards it, and shifts labels, itself; additive and 4-D masks are no padding"
+                f"{shape_of(x)}: sequence_parallel shards it, and shifts labels, itself; additive and 4-D masks "
+                "do not say which tokens are padding"
             )
     check_visual(call)
     check_tree(call)

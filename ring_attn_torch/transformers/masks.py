@@ -208,9 +208,9 @@ def ring_mask(
         mask = next(found, None)
     if mask is None:
         raise ValueError(
-            f'attn_implementation="ring" does not know a mask of {type(config).__name__}: it is neither causal nor full, no '
-            "window and no chunks, perhaps with blocks or a prefix of its own. Such models run with another attn_implementation, "
-            "unsharded"
+            f'attn_implementation="ring" does not know a mask of {type(config).__name__}: it is neither causal nor full '
+            "nor a window nor chunks, perhaps with blocks or a prefix of its own. Such models run unsharded, with another "
+            "attn_implementation"
         )
     return mask
 

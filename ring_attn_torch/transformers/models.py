@@ -120,7 +120,7 @@ def check_entry(model: nn.Module, ring: CallRing, device: str) -> None:
     check_model(model)
     inside = hugging_face_model(model)
     if any(ROW_HEADS.search(kind.__name__) for kind in type(inside).__mro__):
-        raise ValueError(f"the loss of {type(inside).__name__} is no sum over tokens, and its head {row_head_remedy(model)}")
+        raise ValueError(f"the loss of {type(inside).__name__} is not a sum over tokens, and its head {row_head_remedy(model)}")
     check_device(ring.backend, device)
 
 
