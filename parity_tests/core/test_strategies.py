@@ -109,6 +109,7 @@ def test_every_option_of_a_call_is_read_back_from_its_text_and_counts():
         softcap=2.0,
         dropout_rate=0.25,
         dropout_offset=(3, 4),
+        order="global",
         backend="triton",
         deterministic=True,
         steps=(0, 2),
