@@ -45,13 +45,15 @@ TWO_FEATURES = COMBINATIONS
 
 
 def check_bits(case: Case, run: Callable[[Case], Attention], rings: Sequence[dict[str, Any]] = RINGS) -> None:
-    """Assert that ``case`` is exact on one rank, and that its results have the same bits on all ``rings``."""
+    """Assert that results of ``case`` are exact on one rank and on ``rings``, and have the same bits on all of them."""
     case = replace(case, order="global", ranks=1, strategy="auto")
     case = case.given(**case.features)  # drawn for one rank, because a key mask may be drawn by shards
     expected = run(case)
     check(case, expected)
     for ring in rings:
-        check_same_bits(case, expected, run(replace(case, **ring)), str(ring))
+        on_ring = replace(case, **ring)
+        check(on_ring, got := run(on_ring))
+        check_same_bits(case, expected, got, str(ring))
 
 
 def check_same_bits(case: Case, a: Attention, b: Attention, message: str, tokens: slice | None = None) -> None:
