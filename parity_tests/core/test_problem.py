@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ring_attn_core import LAYOUTS, Band, RingPlan, Run, Ulysses, causal, full
+from ring_attn_core import LAYOUTS, Band, RingPlan, Run, causal, full
 from ring_attn_core.kernels import backends
 from ring_attn_core.kernels.backends import BACKENDS, Candidate, select
 from ring_attn_core.problem.checks import DTYPES, OptionalArray, check_extents, check_key_extents, check_runs
@@ -106,15 +106,6 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
         for name, count in (("length", 2**62), ("kv_length", 2**62), ("length", -(2**62)))
     ),
     ({"deterministic": 1}, "deterministic must be True or False, got 1"),
-    ({"order": "any"}, 'order must be "ring" or "global", got \'any\''),
-    *(
-        (
-            {"order": "global", "strategy": strategy},
-            f"strategy={strategy!r} adds keys in the order in which they arrive, which follows the ranks, so it cannot keep "
-            'order="global": pass strategy="gather" or "auto", or order="ring"',
-        )
-        for strategy in ("ring", "direct", Ulysses(ranks=2))
-    ),
     *(
         (
             {"softcap": cap},

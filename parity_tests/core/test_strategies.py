@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -90,6 +91,16 @@ def test_every_query_head_reads_its_own_key_head(kv_heads, ranks):
         read = sent[rank][np.arange(shares.q_local) // (shares.q_local // shares.k_local)]
         np.testing.assert_array_equal(read, heads[rank] // (12 // kv_heads))
     assert shares.copies == 1 or kv_heads % ranks
+
+
+@pytest.mark.parametrize("strategy", ["ring", "direct", Ulysses(ranks=2)])
+def test_a_strategy_that_cannot_keep_the_global_order_is_refused(strategy):
+    with pytest.raises(
+        ValueError, match=f'{re.escape(repr(strategy))} adds keys .*order="global": pass strategy="gather" or "auto"'
+    ):
+        Options(strategy=strategy, order="global")
+    with pytest.raises(ValueError, match=r"order must be .*, got 'any'"):
+        Options(order="any")
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, Ulysses(ranks=4)])

@@ -44,8 +44,8 @@ class Score:
     own_keys: jax.Array | None = None
     """bool [s] and [t]: the tokens whose results this rank needs. A pair of tiles without one is skipped. Both None: all."""
 
-    def needs(self, *tiles: Any) -> jax.Array | bool:
-        """Return whether this rank needs results of a pair of tiles, of queries and of keys."""
-        own = zip((self.own_queries, self.own_keys), tiles, strict=True)
+    def needs(self, queries: Any, keys: Any) -> jax.Array | bool:
+        """Return whether this rank needs results of a pair of tiles."""
+        own = (self.own_queries, queries), (self.own_keys, keys)
         held = [lax.dynamic_slice_in_dim(x, tile.base, tile.index.size).any() for x, tile in own if x is not None]
         return reduce(or_, held) if held else True

@@ -161,9 +161,8 @@ class TileInputs:
 
             def visit(tile: jax.Array, state):  # type: ignore[no-untyped-def]
                 met = pair(tile)
-                if (reached := met.reached) is True:
-                    return key_tile(met, state)
-                return lax.cond(reached, lambda: key_tile(met, state), lambda: state)
+                compute = lambda: key_tile(met, state)
+                return compute() if (reached := met.reached) is True else lax.cond(reached, compute, lambda: state)
 
             return lax.fori_loop(first, last, visit, state)
 
