@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,12 +32,13 @@ class GlobalOrder(OneWay):
         """Return the queries, keys and extents of all ranks by position, and a score that marks this rank's own tokens."""
         of_q, of_k = _tokens(ring, queries[0].device)
         extents = None if score.extents is None else clipped(score.extents)
-        sent = (*queries, extents, *keys)
+        sent: Any = (*queries, extents, *keys)
         if ring.plan.ranks > 1:
             sent = all_gather(sent, ring.group).wait()
         else:
             sent = tuple([None if x is None else x[None] for x in sent])
-        *spread, extents = [None if x is None else side_by_side(x).index_select(1, of_q.order) for x in sent[: -len(keys)]]
+        moved: Any = [None if x is None else side_by_side(x).index_select(1, of_q.order) for x in sent[: -len(keys)]]
+        *spread, extents = moved
         keys = along_tokens(lambda x: x.index_select(1, of_k.order), joined(Keys(*sent[-len(keys) :]), keys.kv.shape[1]))
         return tuple(spread), keys, score._replace(extents=extents, own_queries=of_q.own, own_keys=of_k.own)
 
