@@ -52,6 +52,19 @@ def test_auto_passes_over_what_is_slower_and_takes_it_by_name():
     assert select(exact, "triton_tf32") == "triton_tf32"
 
 
+@pytest.mark.parametrize("backend", ["hopper", "triton", "triton_tf32", "cudnn"])
+def test_backends_that_add_tiles_in_another_order_are_refused(backend):
+    assert select(on_a_gpu("auto", order="global")) == "blockwise"
+    with pytest.raises(ValueError, match=r'order="global" runs on "blockwise" alone so far'):
+        select(on_a_gpu(backend, order="global"), backend)
+
+
+def test_an_order_keeps_its_strategy_on_gpus_that_reach_each_other():
+    problem = replace(on_a_gpu("auto", order="global"), ranks=2)
+    assert problem.reaching is None
+    assert problem.strategy == "global_order"
+
+
 def test_auto_takes_hopper_for_wide_heads():
     wide = replace(on_a_gpu("auto"), q_shape=(1, 256, 2, 192), k_shape=(1, 256, 2, 192), v_shape=(1, 256, 2, 64))
     assert select(wide) == "hopper"

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -92,6 +93,16 @@ def test_every_query_head_reads_its_own_key_head(kv_heads, ranks):
     assert shares.copies == 1 or kv_heads % ranks
 
 
+@pytest.mark.parametrize("strategy", ["ring", "direct", Ulysses(ranks=2)])
+def test_a_strategy_that_cannot_keep_the_global_order_is_refused(strategy):
+    with pytest.raises(
+        ValueError, match=f'{re.escape(repr(strategy))} adds keys .*order="global": pass strategy="gather" or "auto"'
+    ):
+        Options(strategy=strategy, order="global")
+    with pytest.raises(ValueError, match=r"order must be .*, got 'any'"):
+        Options(order="any")
+
+
 @pytest.mark.parametrize("strategy", [*STRATEGIES, Ulysses(ranks=4)])
 def test_options_with_a_strategy_are_read_back_from_their_text(strategy):
     options = Options(strategy=strategy)
@@ -109,6 +120,7 @@ def test_every_option_of_a_call_is_read_back_from_its_text_and_counts():
         softcap=2.0,
         dropout_rate=0.25,
         dropout_offset=(3, 4),
+        order="global",
         backend="triton",
         deterministic=True,
         steps=(0, 2),

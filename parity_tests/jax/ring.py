@@ -70,7 +70,7 @@ def program(case: Case, quick: bool) -> Callable:
     """Of arrays in layout order: out, lse, dq, dk, dv and, where there are sinks, dsinks; compiled once for every case."""
 
     def attention(q, k, v, sinks, features):
-        call = options(case.plan) | case.scalars | features | {"strategy": case.strategy} | case.v_dims
+        call = options(case.plan) | case.scalars | features | {"strategy": case.strategy, "order": case.order} | case.v_dims
         v = None if case.values_in_keys else v
         return ring_attention(q, k, v, **call, sinks=sinks, return_lse=True)
 

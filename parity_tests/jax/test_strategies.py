@@ -44,6 +44,7 @@ TRAVELS = [
     *SHARED,
     *(Case("contiguous", strategy=strategy, mask=sliding_window(3), ranks=8, heads=8) for strategy in STRATEGIES.values()),
     *(Case("contiguous", strategy=strategy, mask=sliding_window(0)) for strategy in STRATEGIES.values()),
+    Case(order="global", extents="documents", key_mask="random", v_dim=7),
 ]
 
 

@@ -67,6 +67,7 @@ class Case:
     key_extents: str | None = None
     strategy: Strategy = "auto"
     values_in_keys: bool = False
+    order: str = "ring"
     own: dict[str, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:

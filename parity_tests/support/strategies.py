@@ -87,7 +87,7 @@ def problem_of(case: Case, framework: str) -> Problem:
     local = {"extents": (*q[:2], 2), "key_extents": (*k[:2], 2), "key_mask": k[:2]}
     arrays = tuple(OptionalArray(name, local.get(name, x.shape), str(x.dtype)) for name, x in case.features.items())
     sizes: dict[str, Any] = {"length": plan.length, "kv_length": plan.kv_length, **case.v_dims}
-    options = Options(layout=plan.layout, mask=plan.mask, strategy=case.strategy, **sizes)
+    options = Options(layout=plan.layout, mask=plan.mask, strategy=case.strategy, order=case.order, **sizes)
     return Problem(
         q, k, (*k[:3], case.v_dim), (case.dtype, case.dtype, case.dtype), "cpu", plan.ranks, options, arrays, framework=framework
     )

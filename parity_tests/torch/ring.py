@@ -50,7 +50,7 @@ def on_rank(group: Any, case: Case, *shards: np.ndarray) -> list[np.ndarray]:
     device = dist.get_backend_config().split(":")[0]
     q, k, v, dout = (torch.from_numpy(x).to(device, getattr(torch, case.dtype)) for x in shards[:4])
     dlse, *features = (torch.from_numpy(x).to(device) for x in shards[4:])
-    arguments: dict[str, Any] = dict(zip(case.features, features, strict=True)) | {"strategy": case.strategy}
+    arguments: dict[str, Any] = dict(zip(case.features, features, strict=True)) | {"strategy": case.strategy, "order": case.order}
     v, arguments = (None, arguments | case.v_dims) if case.values_in_keys else (v, arguments)
     leaves = [x.requires_grad_() for x in (q, k, v, arguments.get("sinks")) if x is not None]
     with patch_tiles(case):

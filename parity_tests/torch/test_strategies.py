@@ -33,6 +33,8 @@ TRAVELS = [
     *(Case("contiguous", strategy=strategy, mask=full(), dtype="bfloat16") for strategy in STRATEGIES.values()),
     *(Case("contiguous", strategy=strategy, mask=sliding_window(3), ranks=8, heads=8) for strategy in STRATEGIES.values()),
     *(Case("contiguous", strategy=strategy, mask=sliding_window(0)) for strategy in STRATEGIES.values()),
+    Case(order="global", extents="documents", key_mask="random", v_dim=7),
+    Case("striped", ranks=2, order="global", key_extents="any", dtype="bfloat16"),
 ]
 
 
@@ -104,7 +106,7 @@ def count(group: Any, case: Case, *shards: Any) -> tuple[Traffic, ...]:
         q, k, v = (torch.from_numpy(x).to(dtype).requires_grad_() for x in shards[:3])
         v = None if case.values_in_keys else v
         features = dict(zip(names, map(torch.from_numpy, shards[5:]), strict=True))
-        arguments = options(case.plan) | case.scalars | features | {"strategy": case.strategy} | case.v_dims
+        arguments = options(case.plan) | case.scalars | features | {"strategy": case.strategy, "order": case.order} | case.v_dims
         out, lse = ring_attention(q, k, v, group=group, **arguments, return_lse=True)
         forward = total()
         sent.clear()

@@ -325,17 +325,24 @@ def check_backend(backend: str, framework: str = "torch") -> None:
         raise ValueError(f'unknown backend {backend!r}: choose "auto" or one of {", ".join(names)}')
 
 
+def _objection(candidate: Candidate, problem: Problem) -> str | None:
+    """Return why a candidate cannot run a problem, or None."""
+    if problem.options.order == "global" and candidate.name != "blockwise":
+        return 'order="global" runs on "blockwise" alone so far, and the kernels follow'
+    return candidate.objection(problem)
+
+
 def select(problem: Problem, backend: str = "auto", failed: Collection[str] = ()) -> str:
     """Return ``backend`` if it has no objection; for "auto", the first one not in ``failed`` without objection or drawback."""
     check_backend(backend, problem.framework)
     objections = []
     for candidate in BACKENDS:
         if backend == candidate.name:
-            if (objection := candidate.objection(problem)) is not None:
+            if (objection := _objection(candidate, problem)) is not None:
                 raise ValueError(f'backend={backend!r} cannot run this: {objection}. backend="auto" takes {select(problem)!r}')
             return backend
         if backend == "auto" and candidate.name not in failed:
-            objection = candidate.objection(problem) or candidate.drawback(problem)
+            objection = _objection(candidate, problem) or candidate.drawback(problem)
             if objection is None:
                 return candidate.name
             objections.append(f"{candidate.name}: {objection}")

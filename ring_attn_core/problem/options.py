@@ -15,7 +15,7 @@ from ..records import hashed_once
 from ..runs import Band
 from ..validation import hold_numbers, in_words, number_in_words
 from .checks import check_dropout_rate, check_scale, check_softcap
-from .strategies import Strategy, check_strategy, read_strategy
+from .strategies import Strategy, check_order, check_strategy, read_strategy
 
 NO_COUNT = 2**62
 """The count that stands for None. Token counts and the sides of masks stay below it, so that their sums fit int64."""
@@ -40,6 +40,7 @@ class Options:
     dropout_rate: float = 0.0
     dropout_offset: tuple[int, int] = (0, 0)
     strategy: Strategy = "auto"
+    order: str = "ring"
     backend: str = "auto"
     deterministic: bool = False
     steps: tuple[int, ...] | None = None
@@ -47,6 +48,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
+        check_order(self.order, self.strategy)
         check_mask(self.mask)
         hold_numbers(self, ("length", "kv_length", "scale", "softcap", "dropout_rate"))
         object.__setattr__(self, "mask", with_numbers(self.mask))
@@ -97,13 +99,13 @@ class Options:
         layout: object = self.layout
         if isinstance(self.layout, BalancedLayout):
             layout = self.layout.runs, self.layout.length, self.layout.documents, self.layout.tree
-        names = f"{str(self.strategy)!r}, {self.backend!r}, {self.deterministic}"
+        names = f"{str(self.strategy)!r}, {self.order!r}, {self.backend!r}, {self.deterministic}"
         return f"({layout!r}, {of_numbers}, {names}, {steps}, {self.v_dim})"
 
     @classmethod
     def read(cls, text: str, counts: Sequence[int]) -> Options:
         """Build the record from its ``text`` and ``counts``."""
-        layout, scale, softcap, dropout_rate, strategy, backend, deterministic, steps, v_dim = ast.literal_eval(text)
+        layout, scale, softcap, dropout_rate, strategy, order, backend, deterministic, steps, v_dim = ast.literal_eval(text)
         length, kv_length, lo, hi = (None if count == NO_COUNT else count for count in counts[:4])
         return cls(
             layout=layout if isinstance(layout, str) else BalancedLayout(*layout),
@@ -115,6 +117,7 @@ class Options:
             dropout_rate=dropout_rate,
             dropout_offset=(counts[4], counts[5]),
             strategy=read_strategy(strategy),
+            order=order,
             backend=backend,
             deterministic=deterministic,
             steps=None if steps is None else tuple(steps),

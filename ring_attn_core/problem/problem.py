@@ -12,7 +12,7 @@ from ..records import hashed_once
 from .auto import choose
 from .checks import DTYPES, OptionalArray, check_array
 from .options import Options
-from .strategies import Strategy, check_device, check_fit, chosen, plan_of_steps
+from .strategies import IN_GLOBAL_ORDER, Strategy, check_device, check_fit, chosen, plan_of_steps
 
 
 @hashed_once
@@ -77,12 +77,14 @@ class Problem:
     @cached_property
     def travel(self) -> Strategy:
         """Return the strategy, a name or record: the option ``strategy``, or for "auto" that of ``choose`` without reach."""
+        if self.options.order == "global":
+            return IN_GLOBAL_ORDER
         return choose(self).strategy if self.options.strategy == "auto" else self.options.strategy
 
     @cached_property
     def reaching(self) -> Problem | None:
         """Return this problem with the strategy of "auto" on GPUs with reach, or None if reach does not change the strategy."""
-        if self.options.strategy != "auto" or self.ranks == 1:
+        if self.options.strategy != "auto" or self.options.order == "global" or self.ranks == 1:
             return None
         self.check()
         strategy = choose(self, reach=True).strategy

@@ -13,15 +13,21 @@ from typing import Any
 
 from ..plan.balanced_layout import BalancedLayout
 from ..plan.direct import DirectPlan
+from ..plan.global_order import GlobalPlan
 from ..plan.joined import JoinedPlan
 from ..plan.needed import NeededPlan
 from ..plan.ring import RingPlan
 from ..plan.two_level import TwoLevel, TwoLevelPlan
 from ..plan.ulysses import HeadSplit, Ulysses
+from ..validation import in_words
 
 STRATEGIES = ("auto", "ring", "direct", "two_way", "gather", "ulysses", "two_level", "push")
 RECORDS = {"ulysses": Ulysses, "two_level": TwoLevel}
 """The option records of strategies, by the name of the strategy."""
+
+ORDERS = "ring", "global"
+IN_GLOBAL_ORDER = "global_order"
+"""The name of the strategy by which both packages run ``order="global"``. It is not an argument."""
 
 Strategy = str | Ulysses | TwoLevel
 """The name of a strategy, or a record of its options."""
@@ -34,6 +40,17 @@ def check_strategy(strategy: Any) -> None:
     if not isinstance(strategy, tuple(RECORDS.values())) and strategy not in STRATEGIES:
         raise ValueError(
             f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGIES)}, or a record such as Ulysses(ranks=2)"
+        )
+
+
+def check_order(order: Any, strategy: Strategy) -> None:
+    """Raise ValueError if the order is unknown, or if the strategy cannot keep it."""
+    if not isinstance(order, str) or order not in ORDERS:
+        raise ValueError(f'order must be "ring" or "global", got {in_words(order)}')
+    if order == "global" and strategy not in ("auto", "gather"):
+        raise ValueError(
+            f"strategy={strategy!r} adds keys in the order in which they arrive, which follows the ranks, so it cannot keep "
+            'order="global": pass strategy="gather" or "auto", or order="ring"'
         )
 
 
@@ -53,7 +70,7 @@ def name_of(strategy: Strategy) -> str:
 
 def chosen(strategy: Strategy, plan: RingPlan) -> str:
     """Return the name of the strategy that runs a call: "ring" if ``plan`` moves no keys, else the name of ``strategy``."""
-    return name_of(strategy) if plan.travels else "ring"
+    return name_of(strategy) if plan.travels or strategy == IN_GLOBAL_ORDER else "ring"
 
 
 def plan_of_steps(strategy: Strategy, plan: RingPlan, heads: int, kv_heads: int, extents: bool) -> RingPlan:
@@ -63,6 +80,8 @@ def plan_of_steps(strategy: Strategy, plan: RingPlan, heads: int, kv_heads: int,
         return NeededPlan(**own, by_documents=extents)
     if name == "direct":
         return DirectPlan(**own)
+    if name == IN_GLOBAL_ORDER:
+        return GlobalPlan(**own, q_shards=plan.ranks, k_shards=plan.ranks)
     if name == "gather":
         return JoinedPlan(**own, k_shards=plan.ranks)
     if name == "ulysses":

@@ -14,6 +14,7 @@ from ..plan.needed import NeededPlan
 from ..plan.two_level import TwoLevelPlan
 from .checks import ITEM
 from .problem import Problem
+from .strategies import IN_GLOBAL_ORDER
 
 
 class Traffic(NamedTuple):
@@ -88,7 +89,7 @@ def traffic(problem: Problem, rank: int = 0) -> tuple[Traffic, Traffic]:
 def _traffic(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
     if problem.strategy == "direct":
         return _direct(problem, rank)
-    of = {"ring": _ring, "gather": _gather, "ulysses": _ulysses, "two_level": _two_level}
+    of = {"ring": _ring, "gather": _gather, "ulysses": _ulysses, "two_level": _two_level, IN_GLOBAL_ORDER: _global}
     return of.get(problem.strategy, _once_a_shift)(problem)
 
 
@@ -149,6 +150,17 @@ def _gather(problem: Problem) -> tuple[Traffic, Traffic]:
     arrays = 1 + sum(array.name in ("key_mask", "key_extents") for array in problem.arrays)
     keys = Traffic(arrays, sizes.kv * sizes.item + sizes.of_keys).times(others)
     return keys, keys + Traffic(1, sizes.kv * sizes.wide).times(others)
+
+
+def _global(problem: Problem) -> tuple[Traffic, Traffic]:
+    """Return the traffic (forward, backward) of ``order="global"``: queries and keys, then also out, lse and their gradients."""
+    sizes, others = SentSizes(problem, problem.q_shape[2], problem.k_shape[2]), problem.ranks - 1
+    d, e = problem.q_shape[-1], problem.v_shape[-1]
+    arrays = 2 + sum(array.name in ("key_mask", "key_extents", "extents") for array in problem.arrays)
+    of_lse = 2 if sizes.item >= 4 else 1
+    there = Traffic(arrays, sizes.queries * d * sizes.item + sizes.kv * sizes.item + sizes.of_keys + sizes.of_queries)
+    again = Traffic(3 + of_lse, sizes.queries * (2 * e * sizes.item + (1 + of_lse) * sizes.wide))
+    return there.times(others), (there + again).times(others)
 
 
 def _ulysses(problem: Problem) -> tuple[Traffic, Traffic]:

@@ -24,7 +24,7 @@ Precision  float32 throughout (float64 for float64 inputs), whatever the input d
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -112,7 +112,7 @@ def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State
     """Merge attention to the visible keys into ``total``, the state over the keys seen so far. Return the new state."""
     if q.size == 0 or keys.kv.size == 0:
         return total
-    inputs = TileInputs.of(q, keys, rows, score, even)
+    inputs = TileInputs.of(q, keys, rows, replace(score, own_keys=None), even)
 
     def query_tile(index: jax.Array, total: State) -> State:
         queries = inputs.query_tile(index)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import or_
+from typing import Any
 
 import jax
+from jax import lax
 
 from .dropout import DropoutState
 
@@ -13,7 +16,7 @@ from .dropout import DropoutState
 @partial(
     jax.tree_util.register_dataclass,
     meta_fields=["scale", "softcap", "dropout_rate"],
-    data_fields=["extents", "sinks", "alibi_slopes", "dropout_seed", "positions", "step_positions"],
+    data_fields=["extents", "sinks", "alibi_slopes", "dropout_seed", "positions", "step_positions", "own_queries", "own_keys"],
 )
 @dataclass(frozen=True)
 class Score:
@@ -37,3 +40,12 @@ class Score:
     """int32 [ranks * s]: the position of each token of a traced layout, in layout order; ``BEYOND`` (2^30) at padding."""
     step_positions: tuple[jax.Array, jax.Array] | None = None
     """int32 [s] and [t]: in a traced layout the positions of a step's queries and keys; the step's rows hold local indices."""
+    own_queries: jax.Array | None = None
+    own_keys: jax.Array | None = None
+    """bool [s] and [t]: the tokens whose results this rank needs. A pair of tiles without one is skipped. Both None: all."""
+
+    def needs(self, queries: Any, keys: Any) -> jax.Array | bool:
+        """Return whether this rank needs results of a pair of tiles."""
+        own = (self.own_queries, queries), (self.own_keys, keys)
+        held = [lax.dynamic_slice_in_dim(x, tile.base, tile.index.size).any() for x, tile in own if x is not None]
+        return reduce(or_, held) if held else True

@@ -161,9 +161,8 @@ class TileInputs:
 
             def visit(tile: jax.Array, state):  # type: ignore[no-untyped-def]
                 met = pair(tile)
-                if self.key_extents is None:
-                    return key_tile(met, state)
-                return lax.cond(met.reached, lambda: key_tile(met, state), lambda: state)
+                compute = lambda: key_tile(met, state)
+                return compute() if (reached := met.reached) is True else lax.cond(reached, compute, lambda: state)
 
             return lax.fori_loop(first, last, visit, state)
 
@@ -261,9 +260,12 @@ class Pair:
         return (q_pos >= first) & (q_pos < end)
 
     @property
-    def reached(self) -> jax.Array:
-        """Return True if a valid query is in the key extent of a valid key. If not, the caller skips the pair."""
-        return (self.within_key_extents & self.queries.valid[None, :, None] & self.keys.valid[None, None]).any()
+    def reached(self) -> jax.Array | bool:
+        """Return True if a valid query is in a valid key's extent, and this rank needs results. If not, skip the pair."""
+        needed = self.inputs.score.needs(self.queries, self.keys)
+        if self.inputs.key_extents is None:
+            return needed
+        return needed & (self.within_key_extents & self.queries.valid[None, :, None] & self.keys.valid[None, None]).any()
 
     @property
     def token_positions(self) -> tuple[jax.Array, jax.Array]:

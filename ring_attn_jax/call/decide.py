@@ -87,7 +87,7 @@ def _decision(problem: Problem, any_position: bool, passes: Collection[str]) -> 
 def _backend(problem: Problem, any_position: bool, passes: Collection[str]) -> Backend:
     warn_if_untried("jax")
     call = runnable(problem, any_position, passes)
-    even = isinstance(problem.plan.layout, str)
+    even = isinstance(problem.plan.layout, str) or problem.options.order == "global"
     backend: Any = Blockwise(even, problem.options.v_dim) if call is None else Kernels(call, problem.plan.band_of_one_run)
     return cast(Backend, TracedRuns(backend)) if problem.traced_layout else backend
 

@@ -45,6 +45,7 @@ def ring_attention(
     length: int | None = None,
     kv_length: int | None = None,
     strategy: Strategy = "auto",
+    order: str = "ring",
     backend: str = "auto",
     deterministic: bool = False,
     return_lse: bool = False,
@@ -93,6 +94,8 @@ def ring_attention(
         strategy: the way in which keys travel (docs/strategies.md): "ring", "direct", "two_way", "gather", "ulysses",
             Ulysses(ranks=n), TwoLevel(ranks=n). "auto": "ring", but on GPUs "direct" under a window, and in a
             balanced layout "direct" if it sends few keys. In a layout balanced for documents, calls with extents take "ring".
+        order: "ring" adds tiles in the order in which keys arrive. "global" adds them by position: results and gradients have the
+            same bits on any number of ranks and in any layout (docs/order.md says what that costs, and on which backends).
         backend: "auto": the first usable of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (any device);
             "triton_tf32" multiplies float32 in tf32.
         deterministic: no effect here, since gradients always repeat to the bit.
@@ -116,6 +119,7 @@ def ring_attention(
         softcap=softcap,
         dropout_rate=rate_of(dropout_rate, dropout_seed),
         strategy=strategy,
+        order=order,
         backend=backend,
         deterministic=deterministic,
         v_dim=check_v_dim(v_dim, getattr(k, "shape", ()), None if v is None else getattr(v, "shape", ())),

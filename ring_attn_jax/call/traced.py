@@ -80,6 +80,8 @@ def traced(options: Options, layout: TracedLayout, arrays: Arrays, shape: tuple[
             f'strategy={name!r} does not run a TracedLayout: pass "ring", "two_way" or TwoLevel, or the shard.layout that the '
             "TracedLayout was made of"
         )
+    if options.order == "global":
+        raise ValueError('order="global" does not run a TracedLayout: pass the shard.layout that it was made of')
     table = jnp.where(layout.table < layout.length, layout.table, BEYOND)
     at = table[lax.axis_index(axis_name)] if axis_name else table.reshape(-1)
     least, most = limits(at, options.mask.clamped(ranks * local))

@@ -106,6 +106,8 @@ def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> Sta
     for inputs in TileInputs.all(q, keys, rows, score):
         out, lse, *rest = (x[inputs.batch] for x in total.arrays)
         for queries in inputs.query_tiles():
+            if not queries.holds(score.own_queries):
+                continue
             q_tile = queries.load(inputs.q).mul_(score.scale)
             acc, before = queries.load(out), queries.load(lse)
             m, l = before, (before > -math.inf).to(before.dtype)
@@ -148,7 +150,11 @@ def attend_backward(of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, 
             q_tile = queries.load(inputs.q).mul_(score.scale)
             dout_tile, lse_tile, delta_tile = (queries.load(x[inputs.batch]) for x in (dout, lse, delta))
             dq_tile = torch.zeros_like(q_tile)
+            of_queries = queries.holds(score.own_queries)
             for pair in inputs.pairs(queries):
+                of_keys = pair.keys.holds(score.own_keys)
+                if not (of_queries or of_keys):
+                    continue
                 k_tile, v_tile = pair.load_kv(dout.shape[-1])
                 q_visible, dout_visible, delta_visible = map(pair.queries_that_see, (q_tile, dout_tile, delta_tile))
                 scores, tanh = pair.scores(q_visible, k_tile)
@@ -156,9 +162,11 @@ def attend_backward(of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, 
                 ds = pair.drop_(inputs.product("dp", dout_visible, v_tile.transpose(1, 2))).sub_(delta_visible).mul_(p)
                 if tanh is not None:
                     ds.addcmul_(ds * tanh, tanh, value=-1)
-                dq_tile.baddbmm_(ds, k_tile)
-                pair.keys.add(dk, inputs.product("dk", ds.transpose(1, 2), q_visible))
-                pair.keys.add(dv, inputs.product("dv", pair.drop_(p).transpose(1, 2), dout_visible))
+                if of_queries:
+                    dq_tile.baddbmm_(ds, k_tile)
+                if of_keys:
+                    pair.keys.add(dk, inputs.product("dk", ds.transpose(1, 2), q_visible))
+                    pair.keys.add(dv, inputs.product("dv", pair.drop_(p).transpose(1, 2), dout_visible))
             queries.add(dq[inputs.batch], dq_tile.mul_(score.scale))
     return dq, dkv
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 
@@ -25,3 +26,6 @@ class Score(NamedTuple):
     """[h]: the ALiBi slopes, multiplied by ``k_pos - q_pos`` and added to the score."""
     dropout_seed: Tensor | None = None
     """int64 [4]: lower and upper 32 bits of the dropout seed, global indices of the first batch row and the first head."""
+    own_queries: np.ndarray | None = None
+    own_keys: np.ndarray | None = None
+    """bool [s] and [t]: the tokens whose results this rank needs. A pair of tiles without one is skipped. None: all."""

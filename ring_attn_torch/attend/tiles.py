@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,6 +61,10 @@ class Tile(NamedTuple):
     def add(self, x: Tensor, tile: Tensor) -> None:
         view = self.of(x)
         view.add_(tile.view(view.shape))
+
+    def holds(self, own: np.ndarray | None) -> bool:
+        """Return whether this rank needs results of a token of the tile; ``own``: a field of ``Score``."""
+        return own is None or bool(own[self.tokens].any())
 
 
 @dataclass(frozen=True)

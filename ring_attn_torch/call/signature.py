@@ -52,6 +52,7 @@ def ring_attention(
     length: int | None = None,
     kv_length: int | None = None,
     strategy: Strategy = "auto",
+    order: str = "ring",
     backend: str = "auto",
     deterministic: bool = False,
     return_lse: bool = False,
@@ -105,6 +106,8 @@ def ring_attention(
             Ulysses(ranks=n), TwoLevel(ranks=n), on GPUs of one host "push". "auto": on GPUs of one host
             "gather", "push" or "direct" if it was measured to be faster; in a balanced layout "direct" if it sends few keys;
             otherwise "ring".
+        order: "ring" adds tiles in the order in which keys arrive. "global" adds them by position: results and gradients have the
+            same bits on any number of ranks and in any layout (docs/order.md says what that costs, and on which backends).
         backend: "auto": the first usable of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (any device);
             "triton_tf32" multiplies float32 in tf32. For comparison: "flash" and "cudnn", PyTorch's own FlashAttention-2 and
             cuDNN, and "flash4", the package flash-attn-4. These have their own precision. They refuse windows, extents,
@@ -141,6 +144,7 @@ def ring_attention(
             softcap=softcap,
             dropout_rate=rate_of(dropout_rate, dropout_seed),
             strategy=strategy,
+            order=order,
             backend=backend,
             deterministic=deterministic,
             v_dim=v_dim if forward_only else None,  # a backend by name is checked for the backward, which reads v

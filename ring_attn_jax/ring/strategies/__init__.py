@@ -8,6 +8,7 @@ new file of the PyTorch package. Enter the name of the strategy in ``STRATEGIES`
 from ..step import Strategy
 from .direct import Direct
 from .gather import Gather
+from .global_order import GlobalOrder
 from .ring import OneWay
 from .two_level import TwoLevels
 from .two_way import TwoWay
@@ -20,4 +21,5 @@ STRATEGIES: dict[str, Strategy] = {
     "gather": Gather(),
     "ulysses": HeadExchange(),
     "two_level": TwoLevels(),
+    "global_order": GlobalOrder(),
 }

@@ -8,6 +8,7 @@ the core. The section "Add a strategy" of CONTRIBUTING.md has the other steps.
 from ..step import Strategy
 from .direct import Direct
 from .gather import Gather
+from .global_order import GlobalOrder
 from .push import Push
 from .ring import OneWay
 from .two_level import TwoLevels
@@ -22,4 +23,5 @@ STRATEGIES: dict[str, Strategy] = {
     "ulysses": HeadExchange(),
     "two_level": TwoLevels(),
     "push": Push(),
+    "global_order": GlobalOrder(),
 }

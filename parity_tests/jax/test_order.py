@@ -1,0 +1,75 @@
+"""``order="global"`` of JAX: the same bits on any number of devices and in any layout."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ring_attn_jax import TracedLayout, sharded_ring_attention
+
+from ..support.orders import (
+    BALANCED,
+    BALANCED_RINGS,
+    MORE_RINGS,
+    ORDERED,
+    RINGS,
+    TWO_FEATURES,
+    check_bits,
+    check_other_documents,
+)
+from ..support.selection import first, one_in
+from .ring import mesh_of, run, run_once
+
+
+@pytest.mark.parametrize("case", first(ORDERED.values(), 1), ids=ORDERED)
+def test_results_have_the_same_bits_on_1_2_and_3_ranks(case):
+    check_bits(case, run, RINGS[:2])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", list(ORDERED.values())[:3], ids=list(ORDERED)[:3])
+def test_results_have_the_same_bits_on_up_to_8_ranks_in_every_layout(case):
+    check_bits(case, run_once, MORE_RINGS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["documents in a window", "tiles of users"])
+def test_programs_compiled_as_users_compile_them_have_the_same_bits(name):
+    check_bits(ORDERED[name], partial(run.__wrapped__, quick=False), RINGS)
+
+
+@pytest.mark.parametrize("case", one_in(16, TWO_FEATURES), ids=str)
+def test_any_two_features_together_have_the_same_bits_on_every_ring(case):
+    check_bits(case, run_once)
+
+
+@pytest.mark.exhaustive
+def test_balanced_layouts_have_the_bits_of_one_rank():
+    check_bits(BALANCED, run_once, BALANCED_RINGS)
+
+
+@pytest.mark.exhaustive
+def test_other_documents_of_the_row_change_no_bit():
+    check_other_documents(run.__wrapped__, ranks=3, layout="zigzag")
+
+
+@pytest.mark.exhaustive
+def test_sharded_attention_has_the_bits_of_one_device():
+    q, k = (jax.random.normal(jax.random.key(i), (2, 16, heads, 8)) for i, heads in enumerate((4, 2)))
+    results = [
+        sharded_ring_attention(q, k, k, mesh=mesh_of(ranks), layout="contiguous", order="global", return_lse=True)
+        for ranks in (1, 2, 4)
+    ]
+    for pair in results[1:]:
+        for got, expected in zip(pair, results[0], strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
+def test_a_traced_layout_is_refused():
+    q, layout = jnp.zeros((1, 61, 2, 4)), TracedLayout.of(BALANCED.layout)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r'order="global" does not run a TracedLayout: pass the shard\.layout'):
+        sharded_ring_attention(q, q, q, mesh=mesh_of(1), layout=layout, order="global")
