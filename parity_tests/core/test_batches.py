@@ -1,0 +1,121 @@
+"""plan_batches: whole documents, as few micro-batches as fit, equal compute in each and in each rank."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from ring_attn_core import causal, plan_batches, sliding_window
+from ring_attn_core.model.config import TransformerConfig
+from ring_attn_core.plan.batches import BatchPlan, ComputeCost, best_fit
+from ring_attn_core.plan.documents import PackedDocuments
+
+from ..support.document_lengths import long_tail
+
+LLAMA_8B = TransformerConfig(vocab=128_256, dim=4096, depth=32, heads=32, kv_heads=8, hidden=14_336)
+
+
+def check_plan(plan: BatchPlan, lengths: list[int], ranks: int, seq_local: int) -> None:
+    assert sorted(document for batch in plan for document in batch.documents) == list(range(len(lengths)))
+    for batch in plan:
+        assert list(batch.documents) == sorted(batch.documents)
+        assert batch.lengths == tuple(lengths[document] for document in batch.documents)
+        assert sum(batch.lengths) <= ranks * seq_local
+        assert batch.pairs == sum(n * (n + 1) / 2 for n in batch.lengths)
+
+
+def drawn(seed: int) -> tuple[list[int], int, int]:
+    """Return lengths, ranks and tokens a rank: a few to hundreds of documents, some as long as a micro-batch."""
+    rng = np.random.default_rng(seed)
+    ranks, seq_local = int(rng.integers(1, 9)), int(rng.integers(1, 200))
+    longest = max(1, int(ranks * seq_local * rng.uniform(0.01, 1)))
+    return rng.integers(1, longest + 1, int(rng.integers(1, 300))).tolist(), ranks, seq_local
+
+
+def test_every_document_is_in_one_micro_batch_and_tokens_fit():
+    for seed in range(200):
+        lengths, ranks, seq_local = drawn(seed)
+        plan = plan_batches(lengths, ranks, seq_local, seed)
+        check_plan(plan, lengths, ranks, seq_local)
+        order = sorted(range(len(lengths)), key=lambda i, lengths=lengths: -lengths[i])
+        assert len(plan) <= max(best_fit(lengths, order, ranks * seq_local)) + 1
+        layout = plan[seed % len(plan)].layout
+        assert (layout.ranks, layout.seq_local, layout.length) == (ranks, seq_local, ranks * seq_local)
+        assert layout.documents == (plan[seed % len(plan)].lengths,)
+
+
+@pytest.mark.parametrize("cost", [None, 30_000, LLAMA_8B.cost()], ids=["pairs", "number", "Llama-3-8B"])
+def test_compute_of_a_long_tail_is_even_over_micro_batches(cost):
+    lengths = long_tail(10_000)
+    plan = plan_batches(lengths, 64, 8192, cost=cost)
+    check_plan(plan, lengths, 64, 8192)
+    assert len(plan) == -(-sum(lengths) // (64 * 8192))
+    assert plan.balance <= 1.05
+    assert max(batch.balance for batch in plan[:3]) <= 1.05
+
+
+def test_few_tokens_a_rank_are_even_over_its_ranks_too():
+    plan = plan_batches(long_tail(100), 4, 32768, cost=LLAMA_8B.cost())
+    assert max(batch.balance for batch in plan) <= 1.05
+
+
+def test_a_plan_depends_on_its_arguments_alone():
+    lengths = long_tail(1000)
+    first, again, other = (plan_batches(lengths, 8, 65536, seed) for seed in (3, 3, 4))
+    assert first == again == plan_batches(tuple(lengths), 8, 65536, 3) == plan_batches(np.array(lengths), 8, 65536, seed=3)
+    assert first != other
+    assert first[0].documents[:5] == (9, 13, 31, 46, 58)  # on every platform
+
+
+def test_a_windowed_layer_counts_fewer_pairs():
+    config = TransformerConfig(vocab=256, dim=64, depth=4, heads=4, hidden=96, windows=(None, 9, 9, 9))
+    cost = config.cost()
+    assert cost.token == (64 * (4 * 64 + 3 * 96) + 256 * 64 / 4) / (2 * 64)
+    assert cost.masks == ((causal(), 0.25), (sliding_window(9), 0.75))
+    (batch,) = plan_batches([40, 7], 1, 64, cost=cost)
+    expected = {mask: sum(mask.area(n, n) for n in (40, 7)) for mask, _ in cost.masks}
+    assert batch.pairs == 0.25 * expected[causal()] + 0.75 * expected[sliding_window(9)]
+    assert batch.compute == batch.pairs + cost.token * 47
+    windowed = plan_batches([200, 7, 90], 4, 80, cost=cost)[0].layout
+    packed = PackedDocuments.of(windowed.documents[0], dict(cost.masks))
+    work = [sum(map(packed.cost, windowed.held(rank))) for rank in range(4)]
+    assert max(work) <= 1.1 * sum(work) / 4
+
+
+def test_documents_that_do_not_fit_whole_take_more_micro_batches():
+    plan = plan_batches([6] * 5, 2, 5)
+    assert [batch.lengths for batch in plan] == [(6,)] * 5
+    assert len(plan_batches([5] * 10 + [3, 2] * 4, 2, 5)) == 7  # 70 tokens: as few as these allow
+
+
+def test_a_plan_says_what_it_balanced_and_what_is_left():
+    text = str(plan_batches([6, 2, 2, 2, 3], 2, 4))
+    assert text.startswith("5 documents of 15 tokens in 2 micro-batches of 8 (2 ranks x 4): 6.2% of the slots are padding; ")
+    assert re.search(r"most / mean 1\.\d{3}; the most has a document of 6 tokens: ranks wait only within", text)
+    assert str(plan_batches([4, 4], 1, 4)).endswith("compute of a micro-batch, most / mean 1.000")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (([4, 9], 2, 4), r"document 1 has 9 tokens, and a micro-batch of 2 ranks x 4 tokens holds 8: pass tokens_per_rank=5"),
+        (([], 2, 4), "lengths are the tokens of the documents of a global batch, at least one"),
+        (([[4], [5]], 2, 4), "lengths are the tokens of the documents of a global batch"),
+        (([4, 0], 2, 4), "ints of at least 1"),
+        (([4.0], 2, 4), "ints of at least 1"),
+        (([4], 0, 4), "a ring needs at least 1 rank, got 0"),
+        (([4], 2, 0), "tokens_per_rank must be an int of at least 1, got 0"),
+        (([4], 2, 4, 0.5), "seed"),
+        (([4], 2, 4, 0, -1.0), "cost must be the compute of a token in visible pairs"),
+        (([4], 2, 4, 0, "llama"), "cost must be the compute of a token in visible pairs"),
+    ],
+)
+def test_mistakes_are_refused(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        plan_batches(*arguments)
+
+
+def test_cost_none_counts_pairs_alone():
+    assert plan_batches([5, 9], 2, 8) == plan_batches([5, 9], 2, 8, cost=0) == plan_batches([5, 9], 2, 8, cost=ComputeCost())
