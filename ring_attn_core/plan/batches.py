@@ -89,8 +89,9 @@ class BatchPlan(list[Batch]):
         tokens, slots = [sum(batch.lengths) for batch in self], self[0]._ranks * self[0]._seq_local
         documents, most = sum(len(batch.documents) for batch in self), max(self, key=lambda batch: batch.compute)
         shape = f"{len(self)} micro-batches of {slots:,} ({self[0]._ranks} ranks x {self[0]._seq_local:,})"
+        padding = 1 - sum(tokens) / (slots * len(self))
         text = (
-            f"{documents:,} documents of {sum(tokens):,} tokens in {shape}: {1 - sum(tokens) / (slots * len(self)):.1%} of the slots are padding; compute of a "
+            f"{documents:,} documents of {sum(tokens):,} tokens in {shape}: {padding:.1%} of the slots are padding; compute of a "
             f"micro-batch, most / mean {self.balance:.3f}"
         )
         if self.balance > 1.05 and most.lengths:
