@@ -1,4 +1,4 @@
-"""The index of global batches: whole documents, a fixed number of micro-batches, the same on every rank and after a resumption."""
+"""The index of global batches: whole documents, a fixed number of micro-batches, and the same ones after a resumption."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_state_goes_on_in_the_middle_of_a_global_batch_and_not_with_another_si
     assert batches_of(state, "d", index, settings) == 4
     with pytest.raises(ValueError, match="this state is of a run with batch_tokens=72, and this dataset has batch_tokens=48"):
         batches_of(state, "d", index, other)
-    with pytest.raises(ValueError, match="state must be what .state"):
+    with pytest.raises(ValueError, match="state must be what"):
         batches_of(state, "d", index, corpus.settings(length=24, layout="balanced", last="pad"))
 
 

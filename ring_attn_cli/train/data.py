@@ -16,8 +16,9 @@ def dataset_arguments(config: Config, held_out: bool) -> dict[str, Any]:
     The token cache lies in the run's folder: the data's folder may be read-only."""
     same = {name: getattr(config.data, name) for name in ("folder", "length", "seed", "column", "tokenizer", "end", "chat")}
     pattern = config.data.held_out if held_out else config.data.pattern
+    whole = {"batch_tokens": None if held_out else config.data.batch_tokens}
     ring = {"layout": config.ring.layout, "ranks": config.ring.ranks}
-    return {**same, **ring, "pattern": pattern, "cache": Path(config.out, ".cache"), "epochs": None}
+    return {**same, **ring, "pattern": pattern, "cache": Path(config.out, ".cache"), "epochs": None, **whole}
 
 
 def check(config: Config) -> str:

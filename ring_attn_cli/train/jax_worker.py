@@ -189,7 +189,8 @@ class JaxTrainer:
         return RunDevices(device.device_kind, self._mesh.size, stats["peak_bytes_in_use"] if stats else measure_process())
 
     def _static(self, shard: Shard) -> StaticArguments:
-        return StaticArguments(self._mesh, self._sharded, self._config.ring.chunk, shard.length, self._config.rows)
+        length = shard.length if shard.layout is None else int(shard.length)  # a ShardLength would compile for each layout
+        return StaticArguments(self._mesh, self._sharded, self._config.ring.chunk, length, self._config.rows)
 
     def _place(self, microbatches: list[Shard]) -> Batch:
         """Put the microbatches on the devices of the mesh; each process fills its own devices."""
