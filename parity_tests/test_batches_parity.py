@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ DATA: dict[str, Any] = {"length": 60, "layout": "balanced", "batch_tokens": 180,
 SIZES: dict[str, Any] = {"vocab": 128, "dim": 16, "depth": 1, "heads": 2, "kv_heads": 1, "hidden": 24}
 SIZES |= {"param_dtype": "float64", "tied": False, "layout": "contiguous"}
 CLOSE = 1e-12
+PARTS = 3
+"""The number of micro-batches of a global batch."""
 LONG = pytest.mark.exhaustive
 
 
@@ -58,37 +61,45 @@ def results(model: Any, value: Any) -> Arrays:
     return {"loss": np.array(value)} | {name: p.grad.numpy() for name, p in model.named_parameters()}
 
 
-def one_after_the_other(documents: list[list[int]], weighted: bool) -> Arrays:
-    """Return loss and gradients of whole documents, each alone on one device, with the labels of all as the divisor."""
-    model, value = torch_model(None, weights()), 0.0
-    rows = [torch.tensor([document]) for document in documents]
-    count = sum(float(weigh(ids[:, :-1]).sum()) if weighted else ids.shape[1] - 1 for ids in rows)
-    for ids in rows:
-        if ids.shape[1] > 1:
-            labels, options = ids[:, 1:], {"label_weights": weigh(ids[:, :-1])} if weighted else {}
-            part = ring_attn_torch.loss(model(ids[:, :-1]), labels, reduction="sum", **options) / count
+def one_after_the_other(documents: list[list[int]], weighted: bool = False) -> Arrays:
+    """Return loss and gradients of whole documents, each alone on one device, divided by the labels, or weights, of all."""
+    found = [alone(tuple(document), weighted) for document in documents if len(document) > 1]
+    total = total_of(documents, weighted)
+    return {name: np.sum([each[name] for each in found], 0) / total for name in found[0]}
+
+
+@cache
+def alone(document: tuple[int, ...], weighted: bool) -> Arrays:
+    """Return the summed loss of a document and its gradients on one device."""
+    model, ids = torch_model(None, weights()), torch.tensor([document])
+    options = {"label_weights": weigh(ids[:, :-1])} if weighted else {}
+    value = ring_attn_torch.loss(model(ids[:, :-1]), ids[:, 1:], reduction="sum", **options)
+    value.backward()
+    return results(model, value.item())
+
+
+def total_of(documents: list[list[int]], weighted: bool) -> float:
+    return sum(float(weigh(np.array(ids[:-1])).sum()) if weighted else len(ids) - 1 for ids in documents)
+
+
+def on_rank(group: Any, folder: str, values: Arrays, weight: float | None, count: int = 1) -> list[Arrays]:
+    """Return the loss and the summed gradients of the first ``count`` global batches, from this rank's shards.
+    ``weight``: the sum of the weights of labels, or None without weights."""
+    data = iter(ring_attn_torch.SequenceShardedDataset(folder, ranks=group.size(), rank=group.rank(), **DATA))
+    model, found = torch_model(group, values), []
+    for _ in range(count):
+        value = 0.0
+        model.zero_grad()
+        for shard in islice(data, PARTS):
+            logits = model(shard.ids, shard.positions, shard.length, extents=shard.extents, layout=shard.layout)
+            options = {} if weight is None else {"label_weights": weigh(shard.ids)}
+            part = ring_attn_torch.loss(logits, shard.labels, reduction="sum", group=group, **options)
+            part = part / (weight or shard.batch_labels)
             part.backward()
             value += part.item()
-    return results(model, value)
-
-
-def total_of(shard: Any, documents: list[list[int]], weighted: bool) -> Any:
-    return sum(float(weigh(np.array(ids[:-1])).sum()) for ids in documents) if weighted else shard.batch_labels
-
-
-def on_rank(group: Any, folder: str, documents: list[list[int]], values: Arrays, weighted: bool) -> Arrays:
-    """Return the loss and the summed gradients of the first global batch, from this rank's shards of its micro-batches."""
-    data = ring_attn_torch.SequenceShardedDataset(folder, ranks=group.size(), rank=group.rank(), **DATA)
-    model, value = torch_model(group, values), 0.0
-    for shard, _ in zip(data, range(3), strict=False):
-        logits = model(shard.ids, shard.positions, shard.length, extents=shard.extents, layout=shard.layout)
-        options = {"label_weights": weigh(shard.ids)} if weighted else {}
-        part = ring_attn_torch.loss(logits, shard.labels, reduction="sum", group=group, **options)
-        part = part / total_of(shard, documents, weighted)
-        part.backward()
-        value += part.item()
-    ring_attn_torch.sum_gradients(model, group)
-    return results(model, value)
+        ring_attn_torch.sum_gradients(model, group)
+        found.append({name: x.copy() for name, x in results(model, value).items()})
+    return found
 
 
 class Compiled:
@@ -113,49 +124,69 @@ class Compiled:
 
         self.step = jax.jit(step)
 
-    def run(self, folder: Path, ranks: int, documents: list[list[int]], weighted: bool) -> Arrays:
-        data, found = ring_attn_jax.SequenceShardedDataset(folder, ranks=ranks, rank=None, **DATA), []
-        for shard, _ in zip(data, range(3), strict=False):
-            label_weights = weigh(shard.ids) if weighted else jnp.ones(shard.ids.shape)
-            layout, total = ring_attn_jax.TracedLayout.of(shard.layout), jnp.asarray(total_of(shard, documents, weighted))
-            plain = shard._replace(layout=None, length=layout.length, batch_labels=None)
-            found.append(self.step(self.state, plain, layout, label_weights, total.astype(float)))
-        gradients = jax.tree.map(lambda *x: sum(x), *(gradient for _, gradient in found))
-        names = ring_attn_jax.to_numpy(nnx.merge(self.graph, gradients))
-        return {"loss": np.array(sum(float(value) for value, _ in found))} | names
+    def run(self, folder: Path, ranks: int, weight: float | None, count: int = 1) -> list[Arrays]:
+        data, results = iter(ring_attn_jax.SequenceShardedDataset(folder, ranks=ranks, rank=None, **DATA)), []
+        for _ in range(count):
+            found = []
+            for shard in islice(data, PARTS):
+                label_weights = jnp.ones(shard.ids.shape) if weight is None else weigh(shard.ids)
+                layout, total = ring_attn_jax.TracedLayout.of(shard.layout), jnp.asarray(weight or shard.batch_labels, float)
+                plain = shard._replace(layout=None, length=layout.length, batch_labels=None)
+                found.append(self.step(self.state, plain, layout, label_weights, total))
+            gradients = jax.tree.map(lambda *x: sum(x), *(gradient for _, gradient in found))
+            names = ring_attn_jax.to_numpy(nnx.merge(self.graph, gradients))
+            results.append({"loss": np.array(sum(float(value) for value, _ in found))} | names)
+        return results
 
 
-def write(folder: Path) -> list[list[int]]:
-    """Write the documents, and return those of the first global batch."""
+def write(folder: Path, count: int = 1) -> list[list[list[int]]]:
+    """Write the documents, and return those of the first global batches."""
     corpus.write_texts(folder, LENGTHS)
-    data = ring_attn_torch.SequenceShardedDataset(folder, ranks=1, rank=None, **DATA)
-    found = []
-    for shard, _ in zip(data, range(3), strict=False):
-        ids, begins = shard.ids[0].tolist(), shard.extents[0].tolist()
-        assert int(shard.batch_labels) == int(next(iter(data)).batch_labels)
-        found += [ids[begin:end] for begin, end in sorted({tuple(x) for x in begins}) if begin < end]
-    assert 3 < len(found) < len(LENGTHS)
-    assert int(shard.batch_labels) == sum(len(document) - 1 for document in found)
-    return found
+    data, batches = iter(ring_attn_torch.SequenceShardedDataset(folder, ranks=1, rank=None, **DATA)), []
+    for _ in range(count):
+        found, counted = [], set()
+        for shard in islice(data, PARTS):
+            ids, extents = shard.ids[0].tolist(), shard.extents[0].tolist()
+            counted.add(int(shard.batch_labels))
+            found += [ids[begin:end] for begin, end in sorted({tuple(x) for x in extents}) if begin < end]
+        assert counted == {sum(len(document) - 1 for document in found)}
+        batches.append(found)
+    return batches
 
 
 @pytest.mark.parametrize(("ranks", "weighted"), [(1, False), (2, True), (3, False)])
 def test_torch_gives_a_global_batch_the_loss_and_gradients_of_one_device(gloo: Ranks, ranks, weighted, tmp_path):
-    documents = write(tmp_path)
-    found = gloo(ranks, on_rank, str(tmp_path), documents, weights(), weighted)
-    expected = one_after_the_other(documents, weighted)
-    for mine in found:
-        assert_near(mine, expected, CLOSE)
+    (documents,) = write(tmp_path)
+    assert 3 < len(documents) < len(LENGTHS)
+    weight = total_of(documents, True) if weighted else None
+    for (mine,) in gloo(ranks, on_rank, str(tmp_path), weights(), weight):
+        assert_near(mine, one_after_the_other(documents, weighted), CLOSE)
 
 
 @pytest.mark.parametrize(
     ("ranks", "weighted"), [pytest.param(1, False, marks=LONG), (2, True), pytest.param(3, False, marks=LONG)]
 )
 def test_jax_gives_a_global_batch_the_loss_and_gradients_of_one_device_by_one_program(ranks, weighted, tmp_path):
-    documents = write(tmp_path)
+    (documents,) = write(tmp_path)
+    weight = total_of(documents, True) if weighted else None
     with jax.enable_x64(True):
         compiled = Compiled(ranks)
-        assert_near(compiled.run(tmp_path, ranks, documents, weighted), one_after_the_other(documents, weighted), CLOSE)
+        assert_near(compiled.run(tmp_path, ranks, weight)[0], one_after_the_other(documents, weighted), CLOSE)
+    assert compiled.traces == 1
+
+
+@LONG
+@pytest.mark.slow
+def test_200_drawn_global_batches_have_the_loss_and_gradients_of_one_device_in_both(gloo: Ranks, tmp_path):
+    batches = write(tmp_path, 200)
+    assert len({str(documents) for documents in batches}) > 190
+    of_torch, _, _ = gloo(3, on_rank, str(tmp_path), weights(), None, 200)
+    with jax.enable_x64(True):
+        compiled = Compiled(2)
+        of_jax = compiled.run(tmp_path, 2, None, 200)
+    for documents, *both in zip(batches, of_torch, of_jax, strict=True):
+        for found in both:
+            assert_near(found, one_after_the_other(documents), CLOSE)
     assert compiled.traces == 1
 
 

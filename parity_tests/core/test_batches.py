@@ -117,5 +117,35 @@ def test_mistakes_are_refused(arguments, said):
         plan_batches(*arguments)
 
 
+def test_equally_long_documents_are_dealt_evenly():
+    plan = plan_batches([10] * 120, 2, 70)
+    assert sorted(len(batch.documents) for batch in plan) == [13] * 6 + [14] * 3
+
+
+def test_the_command_prints_a_row_for_each_micro_batch(tmp_path):
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from ring_attn_cli.main import app
+
+    run = lambda *arguments: CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "120"})
+    (tmp_path / "lengths.json").write_text("[60, 31, 5, 17, 29, 1, 44, 8]")
+    done = run("--batches", str(tmp_path / "lengths.json"), "--ranks", "2", "--tokens", "40")
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.output.split("\n") if line.startswith("│")]
+    plan = plan_batches([60, 31, 5, 17, 29, 1, 44, 8], 2, 40)
+    assert done.output.startswith("8 documents of 195 tokens in 3 micro-batches of 80")
+    assert [row[:4] for row in rows] == [
+        [str(i), str(len(batch.documents)), str(sum(batch.lengths)), str(max(batch.lengths))] for i, batch in enumerate(plan)
+    ]
+    assert [row[5] for row in rows] == [f"{batch.balance:.3f}" for batch in plan]
+    for arguments, said in (
+        (["--batches", "9,9", "--ranks", "2", "--tokens", "4"], "pass tokens_per_rank=5 or more"),
+        (["--batches", "x"], "--batches takes lengths in tokens such as [4096, 512], or a file of them, got 'x'"),
+        (["--batches", "9", "--length", "8"], "--batches gives the length and has one layout: leave out --length"),
+    ):
+        refused = run(*arguments)
+        assert refused.exit_code == 2 and said in refused.output.replace("\n", " ")
+
+
 def test_cost_none_counts_pairs_alone():
     assert plan_batches([5, 9], 2, 8) == plan_batches([5, 9], 2, 8, cost=0) == plan_batches([5, 9], 2, 8, cost=ComputeCost())

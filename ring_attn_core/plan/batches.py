@@ -219,16 +219,15 @@ def deal(sizes: np.ndarray, pairs: np.ndarray, count: int, capacity: int, seed: 
 
 def _place_long(sizes: list[int], compute: list[float], count: int, capacity: int) -> list[int] | None:
     """Return the micro-batch of each document, given longest first: that of least compute with room; None if none has room."""
-    heap, room, placed = [(0.0, number) for number in range(count)], [capacity] * count, []
+    heap, placed = [(0.0, -capacity, number) for number in range(count)], []  # compute, minus the room, micro-batch
     for tokens, cost in zip(sizes, compute, strict=True):
         full = []
-        while heap and room[heap[0][1]] < tokens:
+        while heap and -heap[0][1] < tokens:
             full.append(heapq.heappop(heap))
         if not heap:
             return None
-        total, number = heap[0]
-        heapq.heapreplace(heap, (total + cost, number))
-        room[number] -= tokens
+        total, room, number = heap[0]
+        heapq.heapreplace(heap, (total + cost, room + tokens, number))
         placed.append(number)
         for each in full:
             heapq.heappush(heap, each)
