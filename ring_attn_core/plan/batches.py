@@ -68,8 +68,8 @@ class Batch:
     def balance(self) -> float:
         """Return the largest compute of a rank divided by the mean compute; the token slots of all ranks are equal."""
         token = (self.compute - self.pairs) / max(sum(self.lengths), 1)
-        packed, ranks = PackedDocuments.of(self.lengths, dict(self._masks)), range(self._ranks)
-        pairs = [work_of(packed, self.layout.held(rank)).pairs for rank in ranks]
+        packed = PackedDocuments.of(self.lengths, dict(self._masks))
+        pairs = [work_of(packed, self.layout.held(rank)).pairs for rank in range(self._ranks)]
         most, mean = max(pairs), sum(pairs) / len(pairs)
         slots = token * self._seq_local  # padding is computed too
         return (most + slots) / (mean + slots) if mean + slots else 1.0
@@ -94,7 +94,7 @@ class BatchPlan(list[Batch]):
             f"{documents:,} documents of {sum(tokens):,} tokens in {shape}: {padding:.1%} of the slots are padding; compute of a "
             f"micro-batch, most / mean {self.balance:.3f}"
         )
-        if self.balance > 1.05 and most.lengths:
+        if self.balance > 1.05:
             text += (
                 f"; the most has a document of {max(most.lengths):,} tokens: ranks wait only within a micro-batch, so this costs "
                 "no time, but larger tokens_per_rank or more documents even it out"
@@ -152,10 +152,8 @@ def cost_of(cost: Any) -> ComputeCost:
         return cost
     number = 0.0 if cost is None else as_number(cost)
     if not isinstance(number, int | float) or isinstance(number, bool) or not 0 <= number < float("inf"):
-        raise ValueError(
-            f"cost must be the compute of a token in visible pairs, a finite number of at least 0, or config.cost(), got "
-            f"{in_words(cost)}"
-        )
+        what = "the compute of a token in visible pairs, a finite number of at least 0, or config.cost()"
+        raise ValueError(f"cost must be {what}, got {in_words(cost)}")
     return ComputeCost(float(number))
 
 
@@ -174,17 +172,15 @@ def pairs_of(sizes: np.ndarray, masks: Iterable[tuple[Band, float]]) -> np.ndarr
 
 
 def make_plan(
-    sizes: np.ndarray, pairs: np.ndarray, dealt: np.ndarray, ranks: int, seq_local: int, cost: ComputeCost, count: int = 0
+    sizes: np.ndarray, pairs: np.ndarray, dealt: np.ndarray, ranks: int, seq_local: int, cost: ComputeCost
 ) -> BatchPlan:
-    """Return the plan in which document i is in micro-batch ``dealt[i]``. ``count``: the least number of micro-batches."""
+    """Return the plan in which document i is in micro-batch ``dealt[i]``."""
     import numpy as np
 
-    count = max(count, int(dealt.max(initial=-1)) + 1)
-    order, counts = np.argsort(dealt, kind="stable"), np.bincount(dealt, minlength=count)
-    tokens, visible = (np.bincount(dealt, x, count) for x in (sizes, pairs))
+    order, counts = np.argsort(dealt, kind="stable"), np.bincount(dealt)
+    tokens, visible = (np.bincount(dealt, x) for x in (sizes, pairs))
     compute, plan = (visible + cost.token * tokens).tolist(), BatchPlan()
-    indices, end = order.tolist(), 0
-    lengths = sizes[order].tolist()
+    indices, lengths, end = order.tolist(), sizes[order].tolist(), 0
     for number, held in enumerate(counts.tolist()):
         begin, end = end, end + held
         parts = tuple(indices[begin:end]), tuple(lengths[begin:end])
@@ -297,9 +293,7 @@ def _checked(lengths: Any) -> np.ndarray:
     if found is None or found.ndim != 1 or found.dtype.kind not in "iu" or not found.size or found.min() < 1:
         rows = document_rows(lengths)  # says which length is wrong
         if len(rows) != 1 or not rows[0]:
-            raise ValueError(
-                f"lengths are the tokens of the documents of a global batch, at least one, such as [4096, 512], got "
-                f"{in_words(lengths)}"
-            )
+            what = "the tokens of the documents of a global batch, at least one"
+            raise ValueError(f"lengths are {what}, such as [4096, 512], got {in_words(lengths)}")
         found = np.array(rows[0])
     return found.astype(np.int64)
