@@ -56,6 +56,14 @@ def test_compute_of_a_long_tail_is_even_over_micro_batches(cost):
     assert max(batch.balance for batch in plan[:3]) <= 1.05
 
 
+def test_nearly_full_micro_batches_are_as_even_as_the_longest_document_allows():
+    lengths = long_tail(3000)
+    plan = plan_batches(lengths, 32, 8192)
+    assert sum(lengths) > 0.98 * len(plan) * 32 * 8192
+    longest = max(lengths) * (max(lengths) + 1) / 2 * len(plan) / sum(batch.pairs for batch in plan)
+    assert longest < plan.balance < 1.02 * longest
+
+
 def test_few_tokens_a_rank_are_even_over_its_ranks_too():
     plan = plan_batches(long_tail(100), 4, 32768, cost=LLAMA_8B.cost())
     assert max(batch.balance for batch in plan) <= 1.05
