@@ -286,7 +286,7 @@ def best_fit(sizes: Sequence[int], order: Iterable[int], capacity: int) -> np.nd
 
 
 def _checked(lengths: Any) -> np.ndarray:
-    """Return lengths as an int64 array. Raise ValueError if there are none, or if one is not an int of at least 1."""
+    """Return lengths as an int64 array. Raise ValueError if the list is empty, or if a length is not an int of at least 1."""
     import numpy as np
 
     found = np.asarray(lengths) if isinstance(lengths, list | tuple | np.ndarray) else None
