@@ -76,7 +76,7 @@ class Batch:
 
 
 class BatchPlan(list[Batch]):
-    """The micro-batches of a global batch, a list of :class:`Batch`. Its text says what is balanced and what is left."""
+    """The micro-batches of a global batch, a list of ``Batch``. Its text says what is balanced and what is left."""
 
     @property
     def balance(self) -> float:
@@ -113,7 +113,7 @@ def plan_batches(
     besides attention, in visible (query, key) pairs; ``config.cost()`` of a TransformerConfig, which knows windows too; or None:
     pairs alone.
 
-    Return a :class:`BatchPlan`, a list of :class:`Batch` with the fields ``documents`` (indices into ``lengths``) and ``layout``
+    Return a ``BatchPlan``, a list of ``Batch`` with the fields ``documents`` (indices into ``lengths``) and ``layout``
     (a BalancedLayout, made on first use). Each document lies whole in one micro-batch. The number of micro-batches is the least
     that holds the tokens, or, if documents do not fit into these whole, that of best fit in order of decreasing length. All have
     the same shapes. ``str(plan)`` says how even they are. The result depends on the arguments alone.
