@@ -1,4 +1,4 @@
-"""Global batches in micro-batches: loss and gradients of both packages are those of one device, one document after the other."""
+"""Global batches in microbatches: loss and gradients of both packages are those of one device, one document after the other."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIZES: dict[str, Any] = {"vocab": 128, "dim": 16, "depth": 1, "heads": 2, "kv_he
 SIZES |= {"param_dtype": "float64", "tied": False, "layout": "contiguous"}
 CLOSE = 1e-12
 PARTS = 3
-"""The number of micro-batches of a global batch."""
+"""The number of microbatches of a global batch."""
 LONG = pytest.mark.exhaustive
 
 

@@ -62,7 +62,7 @@ def test_steps_over_global_batches_are_the_same_on_any_ranks_of_either_framework
         np.testing.assert_allclose(steps_of(config), steps_of(one), rtol=1e-9)
 
 
-def test_a_step_takes_the_micro_batches_of_one_global_batch(tmp_path):
+def test_a_step_takes_the_microbatches_of_one_global_batch(tmp_path):
     from ring_attn_torch import SequenceShardedDataset
 
     config = config_of(tmp_path, "run", 2)

@@ -99,7 +99,7 @@ def plan(
     ] = None,
     batches: Annotated[
         str | None,
-        typer.Option(help="Plan the micro-batches of documents of these lengths: a JSON list, or a file.", show_default="none"),
+        typer.Option(help="Plan the microbatches of documents of these lengths: a JSON list, or a file.", show_default="none"),
     ] = None,
     all_layouts: Annotated[bool, typer.Option("--all-layouts", help="Print a table that compares all layouts.")] = False,
     model: Annotated[
@@ -135,7 +135,7 @@ def plan(
     tokens: Annotated[
         int | None,
         typer.Option(
-            help="With --model: tokens on each GPU. With --batches: tokens of a micro-batch on each rank.",
+            help="With --model: tokens on each GPU. With --batches: tokens of a microbatch on each rank.",
             show_default="as many as fit, with --batches 8192",
         ),
     ] = None,
@@ -146,7 +146,7 @@ def plan(
     """Draw a plan: the tokens of each rank, the query-key pairs computed at each step, and the work of each rank.
 
     With --documents, draw packed documents: the work of each rank, and the keys it needs from other ranks. With --tree, draw a
-    prefix tree. With --batches, plan micro-batches. With --model, print what fits into memory. With --machine, or --gpus alone,
+    prefix tree. With --batches, plan microbatches. With --model, print what fits into memory. With --machine, or --gpus alone,
     predict the time of each strategy.
     """
     with errors_in_one_line():

@@ -24,6 +24,6 @@ def batches() -> list[dict[str, Any]]:
         layouts = [batch.layout for batch in plan[:8]]
         each = (time.perf_counter() - began) / len(layouts)
         found = {"ms of the plan": 1e3 * sorted(times)[4], "fastest of 9": 1e3 * min(times), "ms of a layout": 1e3 * each}
-        even = {"most / mean of micro-batches": plan.balance, "of ranks": max(batch.balance for batch in plan[:8])}
-        rows.append({"documents": documents, "micro-batches": len(plan), **found, **even})
+        even = {"most / mean of microbatches": plan.balance, "of ranks": max(batch.balance for batch in plan[:8])}
+        rows.append({"documents": documents, "microbatches": len(plan), **found, **even})
     return rows

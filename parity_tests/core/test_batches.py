@@ -1,4 +1,4 @@
-"""plan_batches: whole documents, as few micro-batches as fit, equal compute in each and in each rank."""
+"""plan_batches: whole documents, as few microbatches as fit, equal compute in each and in each rank."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def check_plan(plan: BatchPlan, lengths: list[int], ranks: int, seq_local: int) 
 
 
 def drawn(seed: int) -> tuple[list[int], int, int]:
-    """Return lengths, ranks and tokens a rank: a few to hundreds of documents, some as long as a micro-batch."""
+    """Return lengths, ranks and tokens a rank: a few to hundreds of documents, some as long as a microbatch."""
     rng = np.random.default_rng(seed)
     ranks, seq_local = int(rng.integers(1, 9)), int(rng.integers(1, 200))
     longest = max(1, int(ranks * seq_local * rng.uniform(0.01, 1)))
     return rng.integers(1, longest + 1, int(rng.integers(1, 300))).tolist(), ranks, seq_local
 
 
-def test_every_document_is_in_one_micro_batch_and_tokens_fit():
+def test_every_document_is_in_one_microbatch_and_tokens_fit():
     for seed in range(200):
         lengths, ranks, seq_local = drawn(seed)
         plan = plan_batches(lengths, ranks, seq_local, seed)
@@ -47,7 +47,7 @@ def test_every_document_is_in_one_micro_batch_and_tokens_fit():
 
 
 @pytest.mark.parametrize("cost", [None, 30_000, LLAMA_8B.cost()], ids=["pairs", "number", "Llama-3-8B"])
-def test_compute_of_a_long_tail_is_even_over_micro_batches(cost):
+def test_compute_of_a_long_tail_is_even_over_microbatches(cost):
     lengths = long_tail(10_000)
     plan = plan_batches(lengths, 64, 8192, cost=cost)
     check_plan(plan, lengths, 64, 8192)
@@ -56,7 +56,7 @@ def test_compute_of_a_long_tail_is_even_over_micro_batches(cost):
     assert max(batch.balance for batch in plan[:3]) <= 1.05
 
 
-def test_nearly_full_micro_batches_are_as_even_as_the_longest_document_allows():
+def test_nearly_full_microbatches_are_as_even_as_the_longest_document_allows():
     lengths = long_tail(3000)
     plan = plan_batches(lengths, 32, 8192)
     assert sum(lengths) > 0.98 * len(plan) * 32 * 8192
@@ -92,7 +92,7 @@ def test_a_windowed_layer_counts_fewer_pairs():
     assert max(work) <= 1.1 * sum(work) / 4
 
 
-def test_documents_that_do_not_fit_whole_take_more_micro_batches():
+def test_documents_that_do_not_fit_whole_take_more_microbatches():
     plan = plan_batches([6] * 5, 2, 5)
     assert [batch.lengths for batch in plan] == [(6,)] * 5
     assert len(plan_batches([5] * 10 + [3, 2] * 4, 2, 5)) == 7  # 70 tokens: as few as these allow
@@ -100,15 +100,15 @@ def test_documents_that_do_not_fit_whole_take_more_micro_batches():
 
 def test_a_plan_says_what_it_balanced_and_what_is_left():
     text = str(plan_batches([6, 2, 2, 2, 3], 2, 4))
-    assert text.startswith("5 documents of 15 tokens in 2 micro-batches of 8 (2 ranks x 4): 6.2% of the slots are padding; ")
+    assert text.startswith("5 documents of 15 tokens in 2 microbatches of 8 (2 ranks x 4): 6.2% of the slots are padding; ")
     assert re.search(r"most / mean 1\.\d{3}; the most has a document of 6 tokens: ranks wait only within", text)
-    assert str(plan_batches([4, 4], 1, 4)).endswith("compute of a micro-batch, most / mean 1.000")
+    assert str(plan_batches([4, 4], 1, 4)).endswith("compute of a microbatch, most / mean 1.000")
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (([4, 9], 2, 4), r"document 1 has 9 tokens, and a micro-batch of 2 ranks x 4 tokens holds 8: pass tokens_per_rank=5"),
+        (([4, 9], 2, 4), r"document 1 has 9 tokens, and a microbatch of 2 ranks x 4 tokens holds 8: pass tokens_per_rank=5"),
         (([], 2, 4), "lengths are the tokens of the documents of a global batch, at least one"),
         (([[4], [5]], 2, 4), "lengths are the tokens of the documents of a global batch"),
         (([4, 0], 2, 4), "ints of at least 1"),
@@ -130,7 +130,7 @@ def test_equally_long_documents_are_dealt_evenly():
     assert sorted(len(batch.documents) for batch in plan) == [13] * 6 + [14] * 3
 
 
-def test_the_command_prints_a_row_for_each_micro_batch(tmp_path):
+def test_the_command_prints_a_row_for_each_microbatch(tmp_path):
     pytest.importorskip("typer")
     from typer.testing import CliRunner
 
@@ -141,7 +141,7 @@ def test_the_command_prints_a_row_for_each_micro_batch(tmp_path):
     done = run("--batches", str(tmp_path / "lengths.json"), "--ranks", "2", "--tokens", "40")
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.output.split("\n") if line.startswith("│")]
     plan = plan_batches([60, 31, 5, 17, 29, 1, 44, 8], 2, 40)
-    assert done.output.startswith("8 documents of 195 tokens in 3 micro-batches of 80")
+    assert done.output.startswith("8 documents of 195 tokens in 3 microbatches of 80")
     assert [row[:4] for row in rows] == [
         [str(i), str(len(batch.documents)), str(sum(batch.lengths)), str(max(batch.lengths))] for i, batch in enumerate(plan)
     ]

@@ -1,4 +1,4 @@
-"""The index of global batches: whole documents, a fixed number of micro-batches, and the same ones after a resumption."""
+"""The index of global batches: whole documents, a fixed number of microbatches, and the same ones after a resumption."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def index_of(lengths: list[int], **changed: object) -> GlobalBatches:
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_every_document_of_an_epoch_is_whole_in_one_micro_batch(shuffle):
+def test_every_document_of_an_epoch_is_whole_in_one_microbatch(shuffle):
     rng = np.random.default_rng(0)
     for seed in range(20):
         lengths = rng.integers(1, 25, int(rng.integers(1, 60))).tolist()
@@ -55,7 +55,7 @@ def test_documents_that_only_best_fit_can_place_are_placed():
         assert sorted(sum(span.count for span in index.batch(number)[0]) for number in range(3)) == [24] * 3
 
 
-def test_another_order_of_access_or_a_pickled_index_gives_the_same_micro_batches():
+def test_another_order_of_access_or_a_pickled_index_gives_the_same_microbatches():
     rng = np.random.default_rng(1)
     lengths = rng.integers(1, 25, 50).tolist()
     index = index_of(lengths, epochs=3)
@@ -82,9 +82,9 @@ def test_a_state_goes_on_in_the_middle_of_a_global_batch_and_not_with_another_si
     ("changed", "said"),
     [
         ({"layout": "zigzag"}, "batch_tokens= needs layout=\"balanced\", which deals documents, got 'zigzag'"),
-        ({"batch_size": 2}, "a micro-batch is one row that all ranks share, got batch_size=2 and replicas=1"),
+        ({"batch_size": 2}, "a microbatch is one row that all ranks share, got batch_size=2 and replicas=1"),
         ({"replicas": 2}, "got batch_size=1 and replicas=2: pass 1 of each, and let ranks be the number of all ranks"),
-        ({"batch_tokens": 30}, "batch_tokens must be a multiple of length=24, the tokens of a micro-batch, got 30"),
+        ({"batch_tokens": 30}, "batch_tokens must be a multiple of length=24, the tokens of a microbatch, got 30"),
         ({"batch_tokens": 0}, "batch_tokens must be a multiple"),
         ({"batch_tokens": 24.0}, "batch_tokens must be a multiple"),
         ({"length": 18, "ranks": 3, "batch_tokens": 36}, "has a document of 19 tokens, .* length=18: pass length=21 or more"),

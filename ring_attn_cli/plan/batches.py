@@ -1,4 +1,4 @@
-"""The table of ``ring-attn plan --batches``: the micro-batches of a global batch of documents."""
+"""The table of ``ring-attn plan --batches``: the microbatches of a global batch of documents."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def read_batches(text: str) -> list[int]:
 
 
 def answer(lengths: list[int], ranks: int, tokens: int) -> RenderableType:
-    """Return a rich renderable: what the plan says in words, and a row for each micro-batch of ``ranks`` x ``tokens`` tokens."""
+    """Return a rich renderable: what the plan says in words, and a row for each microbatch of ``ranks`` x ``tokens`` tokens."""
     plan, table = plan_batches(lengths, ranks, tokens), Table()
-    for name in ("micro-batch", "documents", "tokens", "longest", "pairs", "max/mean"):
+    for name in ("microbatch", "documents", "tokens", "longest", "pairs", "max/mean"):
         table.add_column(name, justify="right")
     for number, batch in enumerate(plan):
         counts = f"{len(batch.documents):,}", f"{sum(batch.lengths):,}", f"{max(batch.lengths):,}"

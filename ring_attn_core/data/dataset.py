@@ -66,9 +66,9 @@ class FolderDataset:
         ``layout`` of each shard then holds the balanced layout.
 
         ``batch_tokens``: the tokens of a global batch, a multiple of ``length``, if the layout is "balanced". Documents then
-        stay whole: each global batch is ``batch_tokens / length`` micro-batches of ``length`` tokens, planned as by
+        stay whole: each global batch is ``batch_tokens / length`` microbatches of ``length`` tokens, planned as by
         :func:`plan_batches`, and the dataset yields these. A document that has no room begins the next global batch. The field
-        ``batch_labels`` of each shard is the number of labels of its whole global batch. So the sum over the micro-batches of
+        ``batch_labels`` of each shard is the number of labels of its whole global batch. So the sum over the microbatches of
         ``loss(..., reduction="sum") / shard.batch_labels`` is the mean over all labels of the global batch. With
         ``last="drop"`` the documents after the last full global batch of an epoch are dropped.
 
@@ -86,7 +86,7 @@ class FolderDataset:
 
     @property
     def batches(self) -> int:
-        """Return the number of batches per epoch; with ``batch_tokens``, of micro-batches of the first epoch."""
+        """Return the number of batches per epoch; with ``batch_tokens``, of microbatches of the first epoch."""
         return self._batches.index.batches
 
     @property

@@ -1,9 +1,9 @@
-"""Global batches of whole documents, each planned as equally many micro-batches (``batch_tokens`` of a dataset).
+"""Global batches of whole documents, each planned as equally many microbatches (``batch_tokens`` of a dataset).
 
-The documents of an epoch, in its order, fill the micro-batches of a global batch by best fit. The first document that has no room
+The documents of an epoch, in its order, fill the microbatches of a global batch by best fit. The first document that has no room
 in any begins the next global batch. ``plan/batches.py`` then distributes the documents of each global batch for equal compute,
-or, if it fails, as best fit has shown that they fit. All global batches have the same number of micro-batches. So the number of a
-micro-batch, counted from the beginning of the first epoch, says where a run stands, also in the middle of a global batch.
+or, if it fails, as best fit has shown that they fit. All global batches have the same number of microbatches. So the number of a
+microbatch, counted from the beginning of the first epoch, says where a run stands, also in the middle of a global batch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .settings import DatasetSettings
 
 
 class GlobalBatches(Index):
-    """The micro-batches of all epochs. Each is given as the spans of whole documents in one packed row."""
+    """The microbatches of all epochs. Each is given as the spans of whole documents in one packed row."""
 
     def __init__(self, lengths: Sequence[int], settings: DatasetSettings) -> None:
-        """Count the micro-batches. Raise ValueError if a document is too long, or if there is not even one global batch."""
+        """Count the microbatches. Raise ValueError if a document is too long, or if there is not even one global batch."""
         assert settings.batch_tokens is not None
         self._lengths, self._settings, self._parts = lengths, settings, settings.batch_tokens // settings.length
         longest = max(lengths)
@@ -31,7 +31,7 @@ class GlobalBatches(Index):
             fits = -(-longest // settings.ranks) * settings.ranks
             raise ValueError(
                 f"{settings.folder} has a document of {longest} tokens, and with batch_tokens= each document stays whole in a "
-                f"micro-batch of length={settings.length}: pass length={fits} or more, or cut the document"
+                f"microbatch of length={settings.length}: pass length={fits} or more, or cut the document"
             )
         self._begins: list[int] = [0]  # the number of the first global batch of each epoch counted so far
         self._known: dict[str, tuple[int, tuple[list[int], list[int]]]] = {}  # the last result of _order and _dealt
@@ -46,18 +46,18 @@ class GlobalBatches(Index):
             self.end = self._parts * sum(self._count(epoch) for epoch in range(settings.epochs))
 
     def batch(self, number: int) -> list[tuple[DocumentSpan, ...]]:
-        """Return the document spans of micro-batch ``number``, as the only row; () for a row of padding alone."""
+        """Return the document spans of microbatch ``number``, as the only row; () for a row of padding alone."""
         documents, dealt = self._dealt(number // self._parts)
         held = [document for document, part in zip(documents, dealt, strict=True) if part == number % self._parts]
         begins = accumulate((self._lengths[document] for document in held), initial=0)
         return [tuple(DocumentSpan(each, 0, begin, self._lengths[each]) for each, begin in zip(held, begins, strict=False))]
 
     def documents(self, number: int) -> list[int]:
-        """Return the documents of the global batch of micro-batch ``number``."""
+        """Return the documents of the global batch of microbatch ``number``."""
         return self._dealt(number // self._parts)[0]
 
     def _dealt(self, group: int) -> tuple[list[int], list[int]]:
-        """Return the documents of global batch ``group``, and the micro-batch of each."""
+        """Return the documents of global batch ``group``, and the microbatch of each."""
         return self._remember("dealt", group, self._deal)
 
     def _order(self, epoch: int) -> tuple[list[int], list[int]]:
@@ -109,5 +109,5 @@ class GlobalBatches(Index):
 
 
 def index_of(lengths: Sequence[int], settings: DatasetSettings) -> Index:
-    """Return the index of the batches, or with ``batch_tokens`` that of the micro-batches. ``lengths``: tokens by document."""
+    """Return the index of the batches, or with ``batch_tokens`` that of the microbatches. ``lengths``: tokens by document."""
     return (Index if settings.batch_tokens is None else GlobalBatches)(lengths, settings)

@@ -111,12 +111,12 @@ class DatasetSettings:
             raise ValueError(f'batch_tokens= needs layout="balanced", which deals documents, got {in_words(self.layout)}')
         if self.rows != 1:
             raise ValueError(
-                f"with batch_tokens= a micro-batch is one row that all ranks share, got batch_size={self.batch_size} and "
+                f"with batch_tokens= a microbatch is one row that all ranks share, got batch_size={self.batch_size} and "
                 f"replicas={self.replicas}: pass 1 of each, and let ranks be the number of all ranks"
             )
         if not is_integer(self.batch_tokens) or self.batch_tokens < self.length or self.batch_tokens % self.length:
             raise ValueError(
-                f"batch_tokens must be a multiple of length={self.length}, the tokens of a micro-batch, got "
+                f"batch_tokens must be a multiple of length={self.length}, the tokens of a microbatch, got "
                 f"{in_words(self.batch_tokens)}"
             )
 

@@ -1,12 +1,12 @@
-"""Micro-batches of a global batch of documents: whole documents, as few micro-batches as fit, and equal compute in each.
+"""Microbatches of a global batch of documents: whole documents, as few microbatches as fit, and equal compute in each.
 
-A micro-batch is a packed row of ``ranks * tokens_per_rank`` tokens. Its balanced layout deals the documents to all ranks, so a
+A microbatch is a packed row of ``ranks * tokens_per_rank`` tokens. Its balanced layout deals the documents to all ranks, so a
 short document stays on one rank and a long one lies on as many as it needs. The documents are distributed in three steps:
 
-1. The longest documents, 8 for each micro-batch, go one by one, longest first, to the micro-batch with the least compute so far
+1. The longest documents, 8 for each microbatch, go one by one, longest first, to the microbatch with the least compute so far
    that has room (longest processing time first, Graham 1969).
-2. Each micro-batch gets a number of tokens that the shorter documents shall fill: all then have the same compute, or are full.
-3. The shorter documents go, longest first, to the micro-batches that miss most tokens, many at a time.
+2. Each microbatch gets a number of tokens that the shorter documents shall fill: all then have the same compute, or are full.
+3. The shorter documents go, longest first, to the microbatches that miss most tokens, many at a time.
 
 If a document does not fit, best fit in order of decreasing length packs all documents anew, without regard to compute. numpy is
 imported on first use.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 LONGEST = 8
-"""The number of documents for each micro-batch that are placed one by one, longest first."""
+"""The number of documents for each microbatch that are placed one by one, longest first."""
 
 
 class ComputeCost(NamedTuple):
@@ -47,7 +47,7 @@ class ComputeCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch. ``documents``: indices into the lengths of the global batch, ascending, in the order of the packed row.
+    """A microbatch. ``documents``: indices into the lengths of the global batch, ascending, in the order of the packed row.
     ``lengths``: tokens of these documents. ``pairs``: visible pairs of a layer. ``compute``: pairs, and tokens by their cost."""
 
     documents: tuple[int, ...]
@@ -60,7 +60,7 @@ class Batch:
 
     @cached_property
     def layout(self) -> BalancedLayout:
-        """Return the balanced layout of the micro-batch, with the same tokens a rank as all others. It is made on first use."""
+        """Return the balanced layout of the microbatch, with the same tokens a rank as all others. It is made on first use."""
         made = balanced_layout(self.lengths, self._ranks, seq_local=self._seq_local, mask=dict(self._masks))
         return replace(made, length=self._ranks * self._seq_local)
 
@@ -76,27 +76,27 @@ class Batch:
 
 
 class BatchPlan(list[Batch]):
-    """The micro-batches of a global batch, a list of ``Batch``. Its text says what is balanced and what is left."""
+    """The microbatches of a global batch, a list of ``Batch``. Its text says what is balanced and what is left."""
 
     @property
     def balance(self) -> float:
-        """Return the largest compute of a micro-batch divided by the mean."""
+        """Return the largest compute of a microbatch divided by the mean."""
         compute = [batch.compute for batch in self]
         return max(compute) * len(self) / sum(compute) if sum(compute) else 1.0
 
     def __str__(self) -> str:
-        """Return the counts of documents, tokens and padding, the balance of the micro-batches, and the reason if it is poor."""
+        """Return the counts of documents, tokens and padding, the balance of the microbatches, and the reason if it is poor."""
         tokens, slots = [sum(batch.lengths) for batch in self], self[0]._ranks * self[0]._seq_local
         documents, most = sum(len(batch.documents) for batch in self), max(self, key=lambda batch: batch.compute)
-        shape = f"{len(self)} micro-batches of {slots:,} ({self[0]._ranks} ranks x {self[0]._seq_local:,})"
+        shape = f"{len(self)} microbatches of {slots:,} ({self[0]._ranks} ranks x {self[0]._seq_local:,})"
         padding = 1 - sum(tokens) / (slots * len(self))
         text = (
             f"{documents:,} documents of {sum(tokens):,} tokens in {shape}: {padding:.1%} of the slots are padding; compute of a "
-            f"micro-batch, most / mean {self.balance:.3f}"
+            f"microbatch, most / mean {self.balance:.3f}"
         )
         if self.balance > 1.05:
             text += (
-                f"; the most has a document of {max(most.lengths):,} tokens: ranks wait only within a micro-batch, so this costs "
+                f"; the most has a document of {max(most.lengths):,} tokens: ranks wait only within a microbatch, so this costs "
                 "no time, but larger tokens_per_rank or more documents even it out"
             )
         return text
@@ -105,23 +105,23 @@ class BatchPlan(list[Batch]):
 def plan_batches(
     lengths: Sequence[int], ranks: int, tokens_per_rank: int, seed: int = 0, cost: float | ComputeCost | None = None
 ) -> BatchPlan:
-    """Distribute the documents of a global batch over micro-batches of ``ranks * tokens_per_rank`` tokens, with equal compute.
+    """Distribute the documents of a global batch over microbatches of ``ranks * tokens_per_rank`` tokens, with equal compute.
 
-    ``lengths``: the tokens of each document. ``ranks``: the ranks of the ring, which hold every micro-batch together; ranks that
-    are data-parallel today join it. ``tokens_per_rank``: the tokens that a rank holds of each micro-batch, padding included.
-    ``seed``: decides the order of the micro-batches and the places of equally long documents. ``cost``: the compute of a token
+    ``lengths``: the tokens of each document. ``ranks``: the ranks of the ring, which hold every microbatch together; ranks that
+    are data-parallel today join it. ``tokens_per_rank``: the tokens that a rank holds of each microbatch, padding included.
+    ``seed``: decides the order of the microbatches and the places of equally long documents. ``cost``: the compute of a token
     besides attention, in visible (query, key) pairs; ``config.cost()`` of a TransformerConfig, which knows windows too; or None:
     pairs alone.
 
     Return a ``BatchPlan``, a list of ``Batch`` with the fields ``documents`` (indices into ``lengths``) and ``layout``
-    (a BalancedLayout, made on first use). Each document lies whole in one micro-batch. The number of micro-batches is the least
+    (a BalancedLayout, made on first use). Each document lies whole in one microbatch. The number of microbatches is the least
     that holds the tokens, or, if documents do not fit into these whole, that of best fit in order of decreasing length. All have
     the same shapes. ``str(plan)`` says how even they are. The result depends on the arguments alone.
 
     The cost counts masks and weights. It does not know prefix trees, images' blocks or the state of hybrid layers: the plan of
     such documents holds as many tokens, but its compute is less even.
 
-    Raise ValueError if an argument is invalid, or if a document is longer than a micro-batch.
+    Raise ValueError if an argument is invalid, or if a document is longer than a microbatch.
     """
     import numpy as np
 
@@ -132,7 +132,7 @@ def plan_batches(
     sizes, capacity = _checked(lengths), ranks * tokens_per_rank
     if (longest := int(sizes.max())) > capacity:
         raise ValueError(
-            f"document {int(sizes.argmax())} has {longest} tokens, and a micro-batch of {ranks} ranks x {tokens_per_rank} tokens "
+            f"document {int(sizes.argmax())} has {longest} tokens, and a microbatch of {ranks} ranks x {tokens_per_rank} tokens "
             f"holds {capacity}: pass tokens_per_rank={-(-longest // ranks)} or more, or cut the document"
         )
     compute = cost_of(cost)
@@ -174,7 +174,7 @@ def pairs_of(sizes: np.ndarray, masks: Iterable[tuple[Band, float]]) -> np.ndarr
 def make_plan(
     sizes: np.ndarray, pairs: np.ndarray, dealt: np.ndarray, ranks: int, seq_local: int, cost: ComputeCost
 ) -> BatchPlan:
-    """Return the plan in which document i is in micro-batch ``dealt[i]``."""
+    """Return the plan in which document i is in microbatch ``dealt[i]``."""
     import numpy as np
 
     order, counts = np.argsort(dealt, kind="stable"), np.bincount(dealt)
@@ -189,7 +189,7 @@ def make_plan(
 
 
 def deal(sizes: np.ndarray, pairs: np.ndarray, count: int, capacity: int, seed: int, token: float) -> np.ndarray | None:
-    """Return the micro-batch, 0 to ``count - 1``, of each document, with about equal compute; None if one does not fit.
+    """Return the microbatch, 0 to ``count - 1``, of each document, with about equal compute; None if one does not fit.
     ``pairs``: visible pairs by document. ``token``: compute of a token in pairs."""
     import numpy as np
 
@@ -206,7 +206,7 @@ def deal(sizes: np.ndarray, pairs: np.ndarray, count: int, capacity: int, seed: 
     np.add.at(used, placed, sizes[long])
     np.add.at(compute, placed, pairs[long] + token * sizes[long])
     room, tokens = capacity - used, int(sizes[short].sum())
-    spare = (room.sum() - tokens) / (2 * count)  # half of the padding: documents do not fill a micro-batch to the last token
+    spare = (room.sum() - tokens) / (2 * count)  # half of the padding: documents do not fill a microbatch to the last token
     dealt[short] = _place_short(sizes[short], _water(compute, np.maximum(room - spare, 0), tokens, density + token))
     if (np.bincount(dealt, sizes, count) > capacity).any():
         return None
@@ -214,8 +214,8 @@ def deal(sizes: np.ndarray, pairs: np.ndarray, count: int, capacity: int, seed: 
 
 
 def _place_long(sizes: list[int], compute: list[float], count: int, capacity: int) -> list[int] | None:
-    """Return the micro-batch of each document, given longest first: that of least compute with room; None if none has room."""
-    heap, placed = [(0.0, -capacity, number) for number in range(count)], []  # compute, minus the room, micro-batch
+    """Return the microbatch of each document, given longest first: that of least compute with room; None if none has room."""
+    heap, placed = [(0.0, -capacity, number) for number in range(count)], []  # compute, minus the room, microbatch
     for tokens, cost in zip(sizes, compute, strict=True):
         full = []
         while heap and -heap[0][1] < tokens:
@@ -231,7 +231,7 @@ def _place_long(sizes: list[int], compute: list[float], count: int, capacity: in
 
 
 def _water(compute: np.ndarray, room: np.ndarray, tokens: int, cost: float) -> np.ndarray:
-    """Return the tokens to add to each micro-batch, at most its room and ``tokens`` in all, so that the compute is most even.
+    """Return the tokens to add to each microbatch, at most its room and ``tokens`` in all, so that the compute is most even.
     ``cost``: compute of a token that is added."""
     import numpy as np
 
@@ -246,8 +246,8 @@ def _water(compute: np.ndarray, room: np.ndarray, tokens: int, cost: float) -> n
 
 
 def _place_short(sizes: np.ndarray, missing: np.ndarray) -> np.ndarray:
-    """Return the micro-batch of each document, given longest first. ``missing``: tokens that each micro-batch shall get.
-    In a round, the micro-batches that miss most get several documents each, dealt to and fro. The last go one by one."""
+    """Return the microbatch of each document, given longest first. ``missing``: tokens that each microbatch shall get.
+    In a round, the microbatches that miss most get several documents each, dealt to and fro. The last go one by one."""
     import numpy as np
 
     placed, begin, count, missing = np.empty(len(sizes), np.int64), 0, len(missing), missing.copy()
@@ -269,7 +269,7 @@ def _place_short(sizes: np.ndarray, missing: np.ndarray) -> np.ndarray:
 
 
 def best_fit(sizes: Sequence[int], order: Iterable[int], capacity: int) -> np.ndarray:
-    """Return the micro-batch of each document. Each goes, in ``order``, where it leaves the least room, or into a new one."""
+    """Return the microbatch of each document. Each goes, in ``order``, where it leaves the least room, or into a new one."""
     import numpy as np
 
     rooms: list[tuple[int, int]] = []
