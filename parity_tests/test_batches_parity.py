@@ -85,7 +85,7 @@ def total_of(documents: list[list[int]], weighted: bool) -> float:
 def on_rank(group: Any, folder: str, values: Arrays, weight: float | None, count: int = 1) -> list[Arrays]:
     """Return the loss and the summed gradients of the first ``count`` global batches, from this rank's shards.
     ``weight``: the sum of the weights of labels, or None without weights."""
-    data = iter(ring_attn_torch.SequenceShardedDataset(folder, ranks=group.size(), rank=group.rank(), **DATA))
+    data: Any = iter(ring_attn_torch.SequenceShardedDataset(folder, ranks=group.size(), rank=group.rank(), **DATA))
     model, found = torch_model(group, values), []
     for _ in range(count):
         value = 0.0
@@ -125,7 +125,8 @@ class Compiled:
         self.step = jax.jit(step)
 
     def run(self, folder: Path, ranks: int, weight: float | None, count: int = 1) -> list[Arrays]:
-        data, results = iter(ring_attn_jax.SequenceShardedDataset(folder, ranks=ranks, rank=None, **DATA)), []
+        data: Any = iter(ring_attn_jax.SequenceShardedDataset(folder, ranks=ranks, rank=None, **DATA))
+        results = []
         for _ in range(count):
             found = []
             for shard in islice(data, PARTS):
@@ -142,7 +143,8 @@ class Compiled:
 def write(folder: Path, count: int = 1) -> list[list[list[int]]]:
     """Write the documents, and return those of the first global batches."""
     corpus.write_texts(folder, LENGTHS)
-    data, batches = iter(ring_attn_torch.SequenceShardedDataset(folder, ranks=1, rank=None, **DATA)), []
+    data: Any = iter(ring_attn_torch.SequenceShardedDataset(folder, ranks=1, rank=None, **DATA))
+    batches = []
     for _ in range(count):
         found, counted = [], set()
         for shard in islice(data, PARTS):

@@ -114,7 +114,8 @@ class DatasetSettings:
                 f"with batch_tokens= a microbatch is one row that all ranks share, got batch_size={self.batch_size} and "
                 f"replicas={self.replicas}: pass 1 of each, and let ranks be the number of all ranks"
             )
-        if not is_integer(self.batch_tokens) or self.batch_tokens < self.length or self.batch_tokens % self.length:
+        tokens: Any = self.batch_tokens
+        if not is_integer(tokens) or tokens < self.length or tokens % self.length:
             raise ValueError(
                 f"batch_tokens must be a multiple of length={self.length}, the tokens of a microbatch, got "
                 f"{in_words(self.batch_tokens)}"
