@@ -13,7 +13,7 @@ from ring_attn_core import __version__, layouts, masks
 from ring_attn_core.plan.ring import RingPlan
 
 from .error_reporting import errors_in_one_line, missing_in_words
-from .plan import image, predict, terminal, words
+from .plan import image, predict, terminal
 from .plan.options import check_used
 
 for package in ("typer", "rich"):
@@ -22,12 +22,12 @@ for package in ("typer", "rich"):
 
 import typer  # noqa: E402
 from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
 
 from .compare.command import compare  # noqa: E402
 from .compile.command import compile_kernels  # noqa: E402
 from .doctor.command import doctor  # noqa: E402
 from .generate.command import generate  # noqa: E402
+from .plan.comparison import comparison  # noqa: E402
 
 MOST_RANKS = 4096
 """Largest number of ranks in a drawn plan; drawing time grows with its square."""
@@ -97,6 +97,10 @@ def plan(
         str | None,
         typer.Option(help="Draw a prefix tree: 4096,512x8 (a prompt and 8 completions), or a file.", show_default="none"),
     ] = None,
+    batches: Annotated[
+        str | None,
+        typer.Option(help="Plan the microbatches of documents of these lengths: a JSON list, or a file.", show_default="none"),
+    ] = None,
     all_layouts: Annotated[bool, typer.Option("--all-layouts", help="Print a table that compares all layouts.")] = False,
     model: Annotated[
         str | None,
@@ -129,7 +133,11 @@ def plan(
         float | None, typer.Option(help="With --model: host memory for each GPU, in GiB.", show_default="any")
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="With --model: number of tokens on each GPU.", show_default="as many as fit")
+        int | None,
+        typer.Option(
+            help="With --model: tokens on each GPU. With --batches: tokens of a microbatch on each rank.",
+            show_default="as many as fit, with --batches 8192",
+        ),
     ] = None,
     activations: Annotated[
         str, typer.Option(help="With --model: what happens to activations: keep, recompute or offload.")
@@ -138,7 +146,8 @@ def plan(
     """Draw a plan: the tokens of each rank, the query-key pairs computed at each step, and the work of each rank.
 
     With --documents, draw packed documents: the work of each rank, and the keys it needs from other ranks. With --tree, draw a
-    prefix tree. With --model, print what fits into memory. With --machine, or --gpus alone, predict the time of each strategy.
+    prefix tree. With --batches, plan microbatches. With --model, print what fits into memory. With --machine, or --gpus alone,
+    predict the time of each strategy.
     """
     with errors_in_one_line():
         if machine is not None or (gpus is not None and model is None):
@@ -155,6 +164,13 @@ def plan(
             console(plain=True).print(fitting.answer(options))
             return
         ranks = 8 if ranks is None else ranks
+        if batches is not None:
+            from .plan import batches as micro
+
+            check_used(context, "batches")
+            check_drawable(ranks)
+            console(plain=True).print(micro.answer(micro.read_batches(batches), ranks, 8192 if tokens is None else tokens))
+            return
         if documents is not None or tree is not None:
             from .plan import packed
             from .plan import tree as trees
@@ -175,7 +191,7 @@ def plan(
         check_used(context, "comparison" if all_layouts else "drawing")
         layout, length = "zigzag" if layout is None else layout, 8192 if length is None else length
         if all_layouts:
-            console().print(_comparison([make_plan(name, mask, ranks, length, kv_length) for name in layouts.LAYOUTS]))
+            console().print(comparison([make_plan(name, mask, ranks, length, kv_length) for name in layouts.LAYOUTS]))
             return
         if save is not None:
             image.check(save)
@@ -258,22 +274,6 @@ def check_drawable(ranks: int) -> None:
     """Raise ValueError if a plan of ``ranks`` ranks is too large to draw."""
     if ranks > MOST_RANKS:
         raise ValueError(f"a plan of {ranks} ranks is too large to draw, for it has a line for each: pass at most {MOST_RANKS}")
-
-
-def _comparison(plans: list[RingPlan]) -> Table:
-    table = Table(title=words.title(plans[0]).partition(", ")[2], title_justify="left", title_style="bold")
-    table.add_column("layout")
-    for name in ("steps", "hops", "way home", "balance", "pairs", "most of a rank"):
-        table.add_column(name, justify="right")
-    for each in plans:
-        work = [each.work(rank) for rank in range(each.ranks)]
-        travel = (f"{len(each.shifts)}", f"{len(each.hops)}", f"{each.home}")
-        table.add_row(str(each.layout), *travel, f"{each.balance:.3f}", words.short(sum(work)), words.short(max(work)))
-    table.caption = (
-        "hops: transfers of k/v; way home: by how many ranks the gradients travel last; balance: most work of a rank over mean"
-    )
-    table.caption_justify = "left"
-    return table
 
 
 def open_closed_streams() -> None:

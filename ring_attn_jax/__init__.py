@@ -4,7 +4,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ring_attn_core import Band, RingPlan, Run, TwoLevel, Ulysses, causal, full, sliding_window
+from ring_attn_core import Band, RingPlan, Run, TwoLevel, Ulysses, causal, full, plan_batches, sliding_window
 from ring_attn_core.cache.spec import CacheSizes
 from ring_attn_core.data.rollouts import Rollouts
 from ring_attn_core.data.trees import TreeExtents
@@ -108,6 +108,7 @@ __all__ = [
     "merge",
     "merge_ring",
     "pack_rollouts",
+    "plan_batches",
     "positions",
     "prefill",
     "prefill_prompts",

@@ -1,6 +1,6 @@
 """How long does a call keep the host busy, beside torch's own attention and JAX's call, and what does a step of a ring add?
 
-    python -m benchmarks.host [--part calls thread chain ring steps first]
+    python -m benchmarks.host [--part calls thread chain ring steps first batches]
 
 ``calls``: a ring of one, 8 heads of 64, bfloat16, causal; host microseconds of a call while the GPU works asynchronously: forward
 without gradients, and forward with backward. SDPA is ``torch.nn.functional.scaled_dot_product_attention`` on the same tokens.
@@ -10,6 +10,7 @@ without gradients, and forward with backward. SDPA is ``torch.nn.functional.scal
 ``steps``: our own Python in a step, on any machine: transfers send nothing, and the backend computes nothing.
 ``first``: seconds from the first call of a fresh process to its first output, after imports and the creation of the CUDA context,
 with Triton's cache empty and then full.
+``batches``: milliseconds of ``plan_batches`` and of one layout, for 64 ranks x 8,192 tokens, on any machine.
 
 Prediction and measurements: results/README.md.
 """
@@ -19,12 +20,13 @@ from __future__ import annotations
 from rich.console import Console
 
 from ..support import harness, report
+from .batches import batches
 from .calls import calls, chain, thread
 from .first import first
 from .ring import ring
 from .steps import steps
 
-PARTS = {"calls": calls, "thread": thread, "chain": chain, "ring": ring, "steps": steps, "first": first}
+PARTS = {"calls": calls, "thread": thread, "chain": chain, "ring": ring, "steps": steps, "first": first, "batches": batches}
 
 if __name__ == "__main__":
     options = harness.options(__doc__, part=[*PARTS], out="host-h100")

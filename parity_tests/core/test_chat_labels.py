@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from ring_attn_core.data.chat import ChatTemplate
 from ring_attn_core.data.tool_calls import ChatRow
 
+from ..support import corpus
 from .test_chat import ANSWER, CHATML, MARKED, USER, theirs, tokenizer_in, tokens_of, write
 
 CALL: Any = {"role": "assistant", "tool_calls": [{"name": "call", "arguments": {}}]}
@@ -52,6 +53,19 @@ def test_exactly_the_assistants_tokens_and_its_end_token_have_labels(template: s
     decode = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).decode
     assert decode([x for x in labels if x != -100], skip_special_tokens=False) == "".join(texts)
     assert ids == theirs(tokenizer, chat)["input_ids"]
+
+
+def test_the_labels_of_a_global_batch_are_those_of_the_assistants_in_all_its_microbatches(tmp_path: Path):
+    chats = [[USER, ANSWER] * times for times in (1, 3, 2, 1, 2)]
+    tokenizer, folder = tokenizer_in(tmp_path / "tokenizer", MARKED), write(tmp_path / "data", chats)
+    whole = {"layout": "balanced", "length": 128, "batch_tokens": 256, "last": "pad", "column": "messages"}
+    data = corpus.batches(folder, tokenizer=tokenizer, chat="assistant", **whole)
+    batches = list(data.iterate())
+    assert len(batches) % 2 == 0
+    for pair in zip(batches[::2], batches[1::2], strict=True):
+        labels = sum(int((arrays.labels != -100).sum()) for arrays in pair)
+        assert {arrays.batch_labels for arrays in pair} == {labels}
+        assert 0 < labels < sum(int((arrays.extents[..., 1] > 0).sum()) for arrays in pair) / 2
 
 
 def test_a_template_that_writes_the_date_gets_none(tmp_path: Path):

@@ -16,6 +16,7 @@ KINDS = {
     "memory": ("--model alone says what fits into memory", "model gpus memory host_memory tokens activations"),
     "documents": ("--documents gives the length and compares all layouts", "documents layout mask ranks"),
     "tree": ("--tree gives the length and compares all layouts", "tree layout ranks"),
+    "batches": ("--batches gives the length and has one layout", "batches ranks tokens"),
     "comparison": ("--all-layouts compares the layouts of one length in a table", "all_layouts mask ranks length kv_length"),
     "drawing": ("a drawn plan has no sizes of a model (pass --model or --gpus)", "layout mask ranks length kv_length save"),
 }

@@ -42,6 +42,7 @@ class Data:
     length: int = 1024
     batch_size: int = 4
     accumulate: int = 1
+    batch_tokens: int | None = None
     column: str = "text"
     tokenizer: str | None = None
     end: int | None = None
@@ -170,6 +171,11 @@ class Config:
                 f"data.length = {self.data.length} cannot be split by {self.ring.ranks} ranks in the layout "
                 f"{self.ring.layout!r}: make it a multiple of {unit}, or change ring.ranks"
             )
+        if self.data.batch_tokens is not None and self.data.accumulate != 1:
+            raise ValueError(
+                f"data.batch_tokens = {self.data.batch_tokens} says what a step is, and so does data.accumulate = "
+                f"{self.data.accumulate}: leave out one of them"
+            )
         if abs(self.seed) + self.steps > LARGEST:
             raise ValueError(f"seed + steps must be at most {LARGEST}, for each step draws by their sum, got seed = {self.seed}")
         if self.init_from is not None and set(self.model) - set(DTYPES):
@@ -198,7 +204,12 @@ class Config:
     @property
     def tokens(self) -> int:
         """Return the number of tokens in a step, over all ranks."""
-        return self.rows * self.data.length * self.data.accumulate
+        return self.rows * self.data.length * self.microbatches
+
+    @property
+    def microbatches(self) -> int:
+        """Return the number of microbatches in a step; with ``data.batch_tokens``, those of a global batch."""
+        return self.data.accumulate if self.data.batch_tokens is None else self.data.batch_tokens // self.data.length
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as nested dicts of JSON's types."""

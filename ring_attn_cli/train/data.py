@@ -16,8 +16,9 @@ def dataset_arguments(config: Config, held_out: bool) -> dict[str, Any]:
     The token cache lies in the run's folder: the data's folder may be read-only."""
     same = {name: getattr(config.data, name) for name in ("folder", "length", "seed", "column", "tokenizer", "end", "chat")}
     pattern = config.data.held_out if held_out else config.data.pattern
+    whole = {"batch_tokens": None if held_out else config.data.batch_tokens}
     ring = {"layout": config.ring.layout, "ranks": config.ring.ranks}
-    return {**same, **ring, "pattern": pattern, "cache": Path(config.out, ".cache"), "epochs": None}
+    return {**same, **ring, "pattern": pattern, "cache": Path(config.out, ".cache"), "epochs": None, **whole}
 
 
 def check(config: Config) -> str:
@@ -40,7 +41,7 @@ def check(config: Config) -> str:
 def _check_documents(config: Config, held_out: bool) -> set[str]:
     """Check the training data, or the held-out data, and return the names of its documents."""
     from ring_attn_core.data.batches import documents_of
-    from ring_attn_core.data.index import Index
+    from ring_attn_core.data.global_batches import index_of
     from ring_attn_core.data.settings import DatasetSettings
 
     size, replicas = config.data.batch_size, config.ring.replicas
@@ -49,7 +50,7 @@ def _check_documents(config: Config, held_out: bool) -> set[str]:
     settings = DatasetSettings(**dataset_arguments(config, held_out), **rows)
     try:
         documents = documents_of(settings)
-        Index([each.tokens for each in documents.documents], settings)
+        index_of([each.tokens for each in documents.documents], settings)
     except ValueError as error:
         if held_out and config.data.held_out == Data.held_out and not any(Path(config.data.folder).glob(Data.held_out)):
             raise ValueError(

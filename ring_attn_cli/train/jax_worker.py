@@ -85,7 +85,7 @@ def share_text(words: str) -> str:
     return sent.astype(np.uint8).tobytes().decode(errors="ignore").rstrip()
 
 
-class Batch(NamedTuple):
+class Stack(NamedTuple):
     """Stacked microbatches [microbatch, rows, tokens, ...] in layout order. ``layout``: the stacked balanced layouts, or None."""
 
     ids: Any
@@ -189,9 +189,10 @@ class JaxTrainer:
         return RunDevices(device.device_kind, self._mesh.size, stats["peak_bytes_in_use"] if stats else measure_process())
 
     def _static(self, shard: Shard) -> StaticArguments:
-        return StaticArguments(self._mesh, self._sharded, self._config.ring.chunk, shard.length, self._config.rows)
+        length = shard.length if shard.layout is None else int(shard.length)  # a ShardLength would compile for each layout
+        return StaticArguments(self._mesh, self._sharded, self._config.ring.chunk, length, self._config.rows)
 
-    def _place(self, microbatches: list[Shard]) -> Batch:
+    def _place(self, microbatches: list[Shard]) -> Stack:
         """Put the microbatches on the devices of the mesh; each process fills its own devices."""
 
         def put(spec: PartitionSpec, *leaves: jax.Array) -> jax.Array:
@@ -200,7 +201,7 @@ class JaxTrainer:
 
         layouts = [None if shard.layout is None else TracedLayout.of(shard.layout) for shard in microbatches]
         tokens: Any = jax.tree.map(partial(put, PartitionSpec(None, *AXES)), *[shard[:4] for shard in microbatches])
-        return Batch._make([*tokens, jax.tree.map(partial(put, PartitionSpec()), *layouts)])
+        return Stack._make([*tokens, jax.tree.map(partial(put, PartitionSpec()), *layouts)])
 
 
 def adamw(config: Config) -> optax.GradientTransformation:
@@ -219,7 +220,7 @@ def compiler_options(platform: str, activations: str) -> dict[str, bool] | None:
     return {SCHEDULER: False} if platform == "gpu" and activations == "offload" else None
 
 
-def _step(graph: Any, state: Any, batch: Batch, seed: jax.Array, static: StaticArguments) -> tuple[Any, Any, Any]:
+def _step(graph: Any, state: Any, batch: Stack, seed: jax.Array, static: StaticArguments) -> tuple[Any, Any, Any]:
     """Run one optimizer step and return the loss, the gradient norm, and the new state of model and optimizer.
     It is compiled by ``jax.jit``, because ``nnx.jit`` does not take compiler options."""
     model, optimizer = nnx.merge(graph, state)
@@ -227,12 +228,12 @@ def _step(graph: Any, state: Any, batch: Batch, seed: jax.Array, static: StaticA
     total = jnp.maximum(count_labels(batch.labels, axis_name=None), 1)
     kind = jnp.promote_types(model.config.param_dtype, jnp.float32)
 
-    def objective(weights: Any, number: jax.Array, microbatch: Batch) -> jax.Array:
+    def objective(weights: Any, number: jax.Array, microbatch: Stack) -> jax.Array:
         merged = nnx.merge(structure, weights, frozen)
         hidden = _hidden(merged, microbatch, static, seed if model.config.dropout_rate else None, number * static.rows)
         return (_loss(merged, hidden, microbatch.labels, static) / total).astype(kind)
 
-    def add(sums: Any, each: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+    def add(sums: Any, each: tuple[jax.Array, Stack]) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, sums, jax.value_and_grad(objective)(weights, *each)), None
 
     nothing = jnp.zeros((), kind), jax.tree.map(jnp.zeros_like, weights)
@@ -246,7 +247,7 @@ def _step(graph: Any, state: Any, batch: Batch, seed: jax.Array, static: StaticA
 
 
 @partial(jax.jit, static_argnames=("graph", "ends", "static"))  # nnx.jit would return a copy of the weights
-def _losses(graph: Any, state: Any, batch: Batch, ends: tuple[int, ...], static: StaticArguments) -> tuple[jax.Array, jax.Array]:
+def _losses(graph: Any, state: Any, batch: Stack, ends: tuple[int, ...], static: StaticArguments) -> tuple[jax.Array, jax.Array]:
     model, one = nnx.merge(graph, state), jax.tree.map(lambda x: x[0], batch)
     hidden, before = _hidden(model, one, static), one.positions - one.extents[..., 0]
     sums, counts = [], []
@@ -258,7 +259,7 @@ def _losses(graph: Any, state: Any, batch: Batch, ends: tuple[int, ...], static:
 
 
 @partial(jax.jit, static_argnames=("graph", "static"))
-def _best(graph: Any, state: Any, batch: Batch, where: tuple[Any, Any], static: StaticArguments) -> jax.Array:
+def _best(graph: Any, state: Any, batch: Stack, where: tuple[Any, Any], static: StaticArguments) -> jax.Array:
     model = nnx.merge(graph, state)
     hidden = _hidden(model, jax.tree.map(lambda x: x[0], batch), static)[where]
     best = (hidden @ model.head_weight.astype(hidden.dtype).T).argmax(-1)
@@ -266,7 +267,7 @@ def _best(graph: Any, state: Any, batch: Batch, where: tuple[Any, Any], static: 
 
 
 def _hidden(
-    model: RingTransformer, batch: Batch, static: StaticArguments, seed: jax.Array | None = None, row: Any = 0
+    model: RingTransformer, batch: Stack, static: StaticArguments, seed: jax.Array | None = None, row: Any = 0
 ) -> jax.Array:
     """Return the last hidden states. Apply dropout only with a ``seed``. ``row``: the number of the optimizer step's rows before
     this microbatch; it offsets the dropout mask."""

@@ -59,7 +59,7 @@ def train(config: Config, trainer: Trainer, tell: Tell) -> None:
 
 def microbatches(config: Config, trainer: Trainer, step: int, batches: Iterator[Any]) -> list[Any]:
     """Take the microbatches of a step from ``batches``; in every ``train_every``-th step, make passkey texts instead."""
-    every, number = config.passkey.train_every, config.data.accumulate
+    every, number = config.passkey.train_every, config.microbatches
     if every == 0 or (step + 1) % every:
         return list(islice(batches, number))
     first = step * number * config.rows

@@ -11,7 +11,9 @@ from ..plan.balanced_layout import BalancedLayout
 from . import row_files, token_arrays
 from .cache import tokenise
 from .documents import File, TokenizedDocuments, find_files
-from .index import Index, batches_of, reads, state_of
+from .global_batches import GlobalBatches, index_of
+from .index import ShardSpan, batches_of, reads, state_of
+from .packing import DocumentSpan
 from .reader import Reader
 from .settings import COLUMN, DatasetSettings
 
@@ -73,6 +75,8 @@ class BatchArrays(NamedTuple):
     """int32 [batch, tokens, 2]: first and end (exclusive) position of each token's document in the packed row; 0 in padding."""
     layout: BalancedLayout | None = None
     """The balanced layout of the batch; None in other layouts."""
+    batch_labels: int | None = None
+    """The number of labels of the whole global batch; None without ``batch_tokens``."""
 
 
 class Batches:
@@ -82,7 +86,8 @@ class Batches:
         data = documents_of(settings)
         self.settings, self.vocab, self._digest = settings, data.vocab, data.digest
         self.reader = Reader(data.documents)
-        self.index = Index([document.tokens for document in data.documents], settings)
+        self.index = index_of([document.tokens for document in data.documents], settings)
+        self._counted: tuple[list[int], int] | None = None
         self.start = self.yielded = 0
         """``start``: number of the batch with which the next iteration begins. ``yielded``: number of the last yielded batch + 1;
         equal to ``start`` until a batch is yielded."""
@@ -118,7 +123,25 @@ class Batches:
                 extents[row, slots] = span.begin, span.begin + span.count
         if of.restart_positions:
             positions -= extents[..., 0]
-        return BatchArrays(ids, labels, positions, extents, dealt)
+        return BatchArrays(ids, labels, positions, extents, dealt, self._count_labels(number))
+
+    def _count_labels(self, number: int) -> int | None:
+        """Return the number of labels of the whole global batch, or None without ``batch_tokens``.
+        If tokens are marked, this process reads all tokens of a global batch once to count."""
+        if not isinstance(self.index, GlobalBatches):
+            return None
+        documents = self.index.documents(number)
+        if self._counted is None or self._counted[0] is not documents:
+            self._counted = documents, sum(map(self._labels_of, documents))
+        return self._counted[1]
+
+    def _labels_of(self, document: int) -> int:
+        described = self.reader.documents[document]
+        if not described.marked:
+            return described.tokens - 1
+        span = DocumentSpan(document, 0, 0, described.tokens)
+        _, following = self.reader.read(ShardSpan(0, span, 0, span.count, 1, span.count - 1))
+        return int((following >= 0).sum())
 
     def state(self, batches: int | None = None) -> str:
         """Return the state of the run after ``batches`` batches (None: those yielded so far), as JSON for :meth:`resume`."""

@@ -35,6 +35,7 @@ class FolderDataset:
         restart_positions: bool = False,
         ignore_index: int = -100,
         chat: str | None = None,
+        batch_tokens: int | None = None,
     ) -> None:
         """Find the documents of a folder, and tokenise them if the cache lacks their tokens.
 
@@ -64,6 +65,13 @@ class FolderDataset:
         With ``layout="balanced"`` the documents of each batch are distributed over the ranks for nearly equal work. The field
         ``layout`` of each shard then holds the balanced layout.
 
+        ``batch_tokens``: the tokens of a global batch, a multiple of ``length``, if the layout is "balanced". Documents then
+        stay whole: each global batch is ``batch_tokens / length`` microbatches of ``length`` tokens, planned as by
+        :func:`plan_batches`, and the dataset yields these. A document that has no room begins the next global batch. The field
+        ``batch_labels`` of each shard is the number of labels of its whole global batch. So the sum over the microbatches of
+        ``loss(..., reduction="sum") / shard.batch_labels`` is the mean over all labels of the global batch. With
+        ``last="drop"`` the documents after the last full global batch of an epoch are dropped.
+
         A run may be resumed with other ranks, layout or workers: the content of a batch does not depend on them.
 
         Raise ValueError if arguments do not fit, if the data are neither text nor ids, if a file is empty, has vanished or has
@@ -78,7 +86,7 @@ class FolderDataset:
 
     @property
     def batches(self) -> int:
-        """Return the number of batches per epoch."""
+        """Return the number of batches per epoch; with ``batch_tokens``, of microbatches of the first epoch."""
         return self._batches.index.batches
 
     @property
@@ -106,6 +114,6 @@ class FolderDataset:
         """Start every later iteration at ``state``, a return value of :meth:`state`, as text or parsed by json.loads.
 
         Raise ValueError if ``state`` is not a state, or belongs to a run with other data, length, rows per batch, seed,
-        ``shuffle`` or ``last``.
+        ``shuffle``, ``last`` or ``batch_tokens``.
         """
         self._batches.resume(state)

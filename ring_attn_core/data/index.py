@@ -140,7 +140,8 @@ def _decides(data: str, settings: DatasetSettings) -> dict[str, object]:
     """Return the documents' digest and some settings by name. These and the number of a batch determine the batch's tokens."""
     of = settings
     counts = {"length": int(of.length), "contexts_per_batch": int(of.rows), "seed": int(of.seed)}
-    return {"data": data, **counts, "shuffle": of.shuffle, "last": of.last}
+    whole = {} if of.batch_tokens is None else {"batch_tokens": int(of.batch_tokens)}
+    return {"data": data, **counts, "shuffle": of.shuffle, "last": of.last, **whole}
 
 
 def _short(x: object) -> str:

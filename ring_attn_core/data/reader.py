@@ -47,7 +47,7 @@ class Reader:
     blocks is compared after any other change (rename, link, chmod, replacement), and at the first read of a file of the cache."""
 
     def __init__(self, documents: tuple[Document, ...]) -> None:
-        self._documents = documents
+        self.documents = documents
         self.bytes_read = 0
         """Number of bytes of the tokens read, without the tokens that a stride skips and without sampled blocks."""
         self._begin()
@@ -59,7 +59,7 @@ class Reader:
         self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_documents": self._documents, "bytes_read": self.bytes_read}
+        return {"documents": self.documents, "bytes_read": self.bytes_read}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
@@ -68,7 +68,7 @@ class Reader:
     def check(self) -> None:
         """Raise ValueError if a file has vanished or changed; each rank checks all files, not only those that it reads.
         The modification time of a file of the cache is not compared."""
-        for path, document in {document.path: document for document in self._documents}.items():
+        for path, document in {document.path: document for document in self.documents}.items():
             _check_unwritten(document, identity_now(path))
 
     def read(self, read: ShardSpan) -> tuple[np.ndarray, np.ndarray]:
@@ -80,7 +80,7 @@ class Reader:
         else:
             parts = (read.first, read.count), (read.first + 1, read.labelled)
             ids, labels = (self._tokens(read.span.document, *part, read.stride) for part in parts)
-        if self._documents[read.span.document].marked:
+        if self.documents[read.span.document].marked:
             ids, labels = ids ^ (ids >> 63), labels.clip(-1)  # the id of a token without a label is negative: complement it
         return ids, labels
 
@@ -89,7 +89,7 @@ class Reader:
         If ``Document.marked``, a token without a label gives its id's bitwise complement, a negative number."""
         import numpy as np
 
-        of = self._documents[document]
+        of = self.documents[document]
         dtype = np.dtype(of.dtype)
         tokens = np.frombuffer(self._bytes(of, first, (count - 1) * stride + 1 if count else 0), dtype)[::stride]
         self.bytes_read += count * dtype.itemsize

@@ -51,6 +51,7 @@ class DatasetSettings:
     restart_positions: bool
     ignore_index: int
     chat: str | None = None
+    batch_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, what in (("folder", "the folder of the data"), ("tokenizer", "a tokenizer.json"), ("cache", "a folder")):
@@ -86,6 +87,8 @@ class DatasetSettings:
         if self.end is not None and not (0 if self.tokenizer is not None else BYTES) <= self.end <= LARGEST:
             least = "0" if self.tokenizer is not None else f"{BYTES}, for the ids below are the bytes of the text"
             raise ValueError(f"end must be an id of at least {least}, and at most {LARGEST}, got {self.end}")
+        if self.batch_tokens is not None:
+            self._check_batch_tokens()
         unit = self.ranks * runs
         if self.length % unit:
             below = self.length // unit * unit
@@ -102,6 +105,21 @@ class DatasetSettings:
             raise ValueError("chat= needs tokenizer=, a folder with a tokenizer.json and its chat template: pass it")
         if self.end is not None:
             raise ValueError(f"a chat template writes the end of a chat itself, got end={self.end}: leave it out")
+
+    def _check_batch_tokens(self) -> None:
+        if self.layout != BALANCED:
+            raise ValueError(f'batch_tokens= needs layout="balanced", which deals documents, got {in_words(self.layout)}')
+        if self.rows != 1:
+            raise ValueError(
+                f"with batch_tokens= a microbatch is one row that all ranks share, got batch_size={self.batch_size} and "
+                f"replicas={self.replicas}: pass 1 of each, and let ranks be the number of all ranks"
+            )
+        tokens: Any = self.batch_tokens
+        if not is_integer(tokens) or tokens < self.length or tokens % self.length:
+            raise ValueError(
+                f"batch_tokens must be a multiple of length={self.length}, the tokens of a microbatch, got "
+                f"{in_words(self.batch_tokens)}"
+            )
 
     @property
     def marks_labels(self) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..masks import causal, check_mask
+from ..plan.batches import ComputeCost
 from ..runs import Band
 from ..validation import hold_numbers, in_words
 from .as_json import read_record, write_record
@@ -147,6 +149,14 @@ class TransformerConfig(AttentionFields):
     def _attention(self, mask: Band, rotary: Rotary | None) -> AttentionConfig:
         shared: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(AttentionConfig)}
         return AttentionConfig(**shared | {"mask": mask, "rotary": rotary, "rotary_base": rotary and rotary.base})
+
+    def cost(self) -> ComputeCost:
+        """Return the compute of a token besides attention, in visible pairs of a layer, and each mask's share of the layers, for
+        :func:`plan_batches`. A pair takes ``4 * heads * head_dim`` FLOPs, a token 2 FLOPs for each weight of a matrix."""
+        inner, outer = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        weights = self.dim * (2 * inner + 2 * outer + 3 * self.hidden) + self.vocab * self.dim / self.depth
+        masks = Counter(layer_masks(self.mask, self.windows, self.depth))
+        return ComputeCost(weights / (2 * inner), tuple((mask, layers / self.depth) for mask, layers in masks.items()))
 
     def to_json(self) -> str:
         """Return the config as a JSON object of its fields. Nested dataclasses also have a key ``type``, the class name."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ring_attn_core.data.batches import BatchArrays, Batches
 from ring_attn_core.data.dataset import FolderDataset
@@ -48,9 +49,10 @@ class SequenceShardedDataset(FolderDataset):
 
 def _shard(settings: DatasetSettings, batch: BatchArrays) -> Shard:
     """Return the shard of NumPy arrays."""
-    *arrays, dealt = batch
+    *arrays, dealt, labels = batch
     length = ShardLength(settings.length, dealt or settings.layout, settings.ranks)
-    return Shard(*arrays, key_mask=None, length=length, layout=dealt)  # type: ignore[arg-type]
+    total = None if labels is None else np.int32(labels)
+    return Shard(*arrays, key_mask=None, length=length, layout=dealt, batch_labels=total)  # type: ignore[arg-type]
 
 
 class ShardSource:

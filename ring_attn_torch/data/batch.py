@@ -41,6 +41,8 @@ class Shard(NamedTuple):
     """The balanced layout, for ``ring_attention(..., layout=layout)``; None for a named layout."""
     longest_path: int | None = None
     """The number of tokens of the longest path from a root, for layers with a window. None without trees."""
+    batch_labels: Tensor | None = None
+    """int, 0-d: the number of labels of the global batch that this microbatch is a part of. None without ``batch_tokens``."""
 
 
 def shard_batch(

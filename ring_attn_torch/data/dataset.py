@@ -33,7 +33,9 @@ class SequenceShardedDataset(FolderDataset, IterableDataset[Shard]):
         for arrays in self._batches.iterate(worker.id if worker else 0, worker.num_workers if worker else 1):
             ids, labels, positions, extents = map(torch.from_numpy, arrays[:4])
             length = self._batches.settings.length
-            yield Shard(ids.long(), labels.long(), positions, extents, None, length, layout=arrays.layout)
+            total = None if arrays.batch_labels is None else torch.tensor(arrays.batch_labels)
+            made = ids.long(), labels.long(), positions, extents, None, length
+            yield Shard(*made, layout=arrays.layout, batch_labels=total)
 
     def state(self, batches: int | None = None) -> str:
         """Return the state of the run after ``batches`` batches as JSON.

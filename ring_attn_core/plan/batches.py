@@ -1,0 +1,299 @@
+"""Microbatches of a global batch of documents: whole documents, as few microbatches as fit, and equal compute in each.
+
+A microbatch is a packed row of ``ranks * tokens_per_rank`` tokens. Its balanced layout deals the documents to all ranks, so a
+short document stays on one rank and a long one lies on as many as it needs. The documents are distributed in three steps:
+
+1. The longest documents, 8 for each microbatch, go one by one, longest first, to the microbatch with the least compute so far
+   that has room (longest processing time first, Graham 1969).
+2. Each microbatch gets a number of tokens that the shorter documents shall fill: all then have the same compute, or are full.
+3. The shorter documents go, longest first, to the microbatches that miss most tokens, many at a time.
+
+If a document does not fit, best fit in order of decreasing length packs all documents anew, without regard to compute. numpy is
+imported on first use.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..layouts import check_ranks
+from ..masks import causal
+from ..runs import Band
+from ..validation import as_number, check_integer, in_words, is_integer
+from .balanced import balanced_layout, work_of
+from .balanced_layout import BalancedLayout
+from .documents import PackedDocuments, document_rows
+
+if TYPE_CHECKING:
+    import numpy as np
+
+LONGEST = 8
+"""The number of documents for each microbatch that are placed one by one, longest first."""
+
+
+class ComputeCost(NamedTuple):
+    """The compute of a model, in visible (query, key) pairs of one of its layers. ``TransformerConfig.cost()`` makes it."""
+
+    token: float = 0.0
+    """The compute of a token besides attention, such as the products with weights, in pairs."""
+    masks: tuple[tuple[Band, float], ...] = ((causal(), 1.0),)
+    """The masks of the layers, each with its share of the layers."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A microbatch. ``documents``: indices into the lengths of the global batch, ascending, in the order of the packed row.
+    ``lengths``: tokens of these documents. ``pairs``: visible pairs of a layer. ``compute``: pairs, and tokens by their cost."""
+
+    documents: tuple[int, ...]
+    lengths: tuple[int, ...]
+    pairs: float
+    compute: float
+    _ranks: int = field(repr=False)
+    _seq_local: int = field(repr=False)
+    _masks: tuple[tuple[Band, float], ...] = field(repr=False)
+
+    @cached_property
+    def layout(self) -> BalancedLayout:
+        """Return the balanced layout of the microbatch, with the same tokens a rank as all others. It is made on first use."""
+        made = balanced_layout(self.lengths, self._ranks, seq_local=self._seq_local, mask=dict(self._masks))
+        return replace(made, length=self._ranks * self._seq_local)
+
+    @cached_property
+    def balance(self) -> float:
+        """Return the largest compute of a rank divided by the mean compute; the token slots of all ranks are equal."""
+        token = (self.compute - self.pairs) / max(sum(self.lengths), 1)
+        packed = PackedDocuments.of(self.lengths, dict(self._masks))
+        pairs = [work_of(packed, self.layout.held(rank)).pairs for rank in range(self._ranks)]
+        most, mean = max(pairs), sum(pairs) / len(pairs)
+        slots = token * self._seq_local  # padding is computed too
+        return (most + slots) / (mean + slots) if mean + slots else 1.0
+
+
+class BatchPlan(list[Batch]):
+    """The microbatches of a global batch, a list of ``Batch``. Its text says what is balanced and what is left."""
+
+    @property
+    def balance(self) -> float:
+        """Return the largest compute of a microbatch divided by the mean."""
+        compute = [batch.compute for batch in self]
+        return max(compute) * len(self) / sum(compute) if sum(compute) else 1.0
+
+    def __str__(self) -> str:
+        """Return the counts of documents, tokens and padding, the balance of the microbatches, and the reason if it is poor."""
+        tokens, slots = [sum(batch.lengths) for batch in self], self[0]._ranks * self[0]._seq_local
+        documents, most = sum(len(batch.documents) for batch in self), max(self, key=lambda batch: batch.compute)
+        shape = f"{len(self)} microbatches of {slots:,} ({self[0]._ranks} ranks x {self[0]._seq_local:,})"
+        padding = 1 - sum(tokens) / (slots * len(self))
+        text = (
+            f"{documents:,} documents of {sum(tokens):,} tokens in {shape}: {padding:.1%} of the slots are padding; compute of a "
+            f"microbatch, most / mean {self.balance:.3f}"
+        )
+        if self.balance > 1.05:
+            text += (
+                f"; the most has a document of {max(most.lengths):,} tokens: ranks wait only within a microbatch, so this costs "
+                "no time, but larger tokens_per_rank or more documents even it out"
+            )
+        return text
+
+
+def plan_batches(
+    lengths: Sequence[int], ranks: int, tokens_per_rank: int, seed: int = 0, cost: float | ComputeCost | None = None
+) -> BatchPlan:
+    """Distribute the documents of a global batch over microbatches of ``ranks * tokens_per_rank`` tokens, with equal compute.
+
+    ``lengths``: the tokens of each document. ``ranks``: the ranks of the ring, which hold every microbatch together; ranks that
+    are data-parallel today join it. ``tokens_per_rank``: the tokens that a rank holds of each microbatch, padding included.
+    ``seed``: decides the order of the microbatches and the places of equally long documents. ``cost``: the compute of a token
+    besides attention, in visible (query, key) pairs; ``config.cost()`` of a TransformerConfig, which knows windows too; or None:
+    pairs alone.
+
+    Return a ``BatchPlan``, a list of ``Batch`` with the fields ``documents`` (indices into ``lengths``) and ``layout``
+    (a BalancedLayout, made on first use). Each document lies whole in one microbatch. The number of microbatches is the least
+    that holds the tokens, or, if documents do not fit into these whole, that of best fit in order of decreasing length. All have
+    the same shapes. ``str(plan)`` says how even they are. The result depends on the arguments alone.
+
+    The cost counts masks and weights. It does not know prefix trees, images' blocks or the state of hybrid layers: the plan of
+    such documents holds as many tokens, but its compute is less even.
+
+    Raise ValueError if an argument is invalid, or if a document is longer than a microbatch.
+    """
+    import numpy as np
+
+    check_ranks(ranks)
+    if not is_integer(tokens_per_rank) or tokens_per_rank < 1:
+        raise ValueError(f"tokens_per_rank must be an int of at least 1, got {in_words(tokens_per_rank)}")
+    check_integer("seed", seed)
+    sizes, capacity = _checked(lengths), ranks * tokens_per_rank
+    if (longest := int(sizes.max())) > capacity:
+        raise ValueError(
+            f"document {int(sizes.argmax())} has {longest} tokens, and a microbatch of {ranks} ranks x {tokens_per_rank} tokens "
+            f"holds {capacity}: pass tokens_per_rank={-(-longest // ranks)} or more, or cut the document"
+        )
+    compute = cost_of(cost)
+    pairs, count = pairs_of(sizes, compute.masks), -(-int(sizes.sum()) // capacity)
+    dealt = deal(sizes, pairs, count, capacity, seed, compute.token)
+    if dealt is None:
+        fitted = best_fit(sizes.tolist(), np.argsort(-sizes, kind="stable").tolist(), capacity)
+        most = int(fitted.max()) + 1
+        wider = (deal(sizes, pairs, bins, capacity, seed, compute.token) for bins in range(count + 1, most + 1))
+        dealt = next((x for x in wider if x is not None), fitted)
+    return make_plan(sizes, pairs, dealt, ranks, tokens_per_rank, compute)
+
+
+def cost_of(cost: Any) -> ComputeCost:
+    """Return ``cost``, a number, a ComputeCost or None, as a ComputeCost."""
+    if isinstance(cost, ComputeCost):
+        return cost
+    number = 0.0 if cost is None else as_number(cost)
+    if not isinstance(number, int | float) or isinstance(number, bool) or not 0 <= number < float("inf"):
+        what = "the compute of a token in visible pairs, a finite number of at least 0, or config.cost()"
+        raise ValueError(f"cost must be {what}, got {in_words(cost)}")
+    return ComputeCost(float(number))
+
+
+def pairs_of(sizes: np.ndarray, masks: Iterable[tuple[Band, float]]) -> np.ndarray:
+    """Return the visible pairs of each document in a layer, averaged over the layers. ``masks``: with their shares of layers."""
+    import numpy as np
+
+    total = np.zeros(len(sizes))
+    for band, share in masks:
+        if band == causal():
+            total += share * (sizes * (sizes + 1.0) / 2)
+        else:
+            different, where = np.unique(sizes, return_inverse=True)
+            total += share * np.array([band.area(n, n) for n in different.tolist()], float)[where]
+    return total
+
+
+def make_plan(
+    sizes: np.ndarray, pairs: np.ndarray, dealt: np.ndarray, ranks: int, seq_local: int, cost: ComputeCost
+) -> BatchPlan:
+    """Return the plan in which document i is in microbatch ``dealt[i]``."""
+    import numpy as np
+
+    order, counts = np.argsort(dealt, kind="stable"), np.bincount(dealt)
+    tokens, visible = (np.bincount(dealt, x) for x in (sizes, pairs))
+    compute, plan = (visible + cost.token * tokens).tolist(), BatchPlan()
+    indices, lengths, end = order.tolist(), sizes[order].tolist(), 0
+    for number, held in enumerate(counts.tolist()):
+        begin, end = end, end + held
+        parts = tuple(indices[begin:end]), tuple(lengths[begin:end])
+        plan.append(Batch(*parts, float(visible[number]), compute[number], ranks, seq_local, cost.masks))
+    return plan
+
+
+def deal(sizes: np.ndarray, pairs: np.ndarray, count: int, capacity: int, seed: int, token: float) -> np.ndarray | None:
+    """Return the microbatch, 0 to ``count - 1``, of each document, with about equal compute; None if one does not fit.
+    ``pairs``: visible pairs by document. ``token``: compute of a token in pairs."""
+    import numpy as np
+
+    draw = np.random.RandomState(seed % 2**32).random_sample  # NumPy freezes the numbers that a RandomState draws
+    order = np.lexsort((draw(len(sizes)), -sizes))
+    dealt = np.empty(len(sizes), np.int64)
+    long, short = np.split(order, [LONGEST * count])
+    density = float(pairs[short].sum() / max(sizes[short].sum(), 1))  # each token that a long document leaves has so many pairs
+    used, compute = np.zeros(count, np.int64), np.zeros(count)
+    placed = _place_long(sizes[long].tolist(), (pairs[long] - density * sizes[long]).tolist(), count, capacity)
+    if placed is None:
+        return None
+    dealt[long] = placed
+    np.add.at(used, placed, sizes[long])
+    np.add.at(compute, placed, pairs[long] + token * sizes[long])
+    room, tokens = capacity - used, int(sizes[short].sum())
+    spare = (room.sum() - tokens) / (2 * count)  # half of the padding: documents do not fill a microbatch to the last token
+    dealt[short] = _place_short(sizes[short], _water(compute, np.maximum(room - spare, 0), tokens, density + token))
+    if (np.bincount(dealt, sizes, count) > capacity).any():
+        return None
+    return np.argsort(draw(count))[dealt]
+
+
+def _place_long(sizes: list[int], compute: list[float], count: int, capacity: int) -> list[int] | None:
+    """Return the microbatch of each document, given longest first: that of least compute with room; None if none has room."""
+    heap, placed = [(0.0, -capacity, number) for number in range(count)], []  # compute, minus the room, microbatch
+    for tokens, cost in zip(sizes, compute, strict=True):
+        full = []
+        while heap and -heap[0][1] < tokens:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        total, room, number = heap[0]
+        heapq.heapreplace(heap, (total + cost, room + tokens, number))
+        placed.append(number)
+        for each in full:
+            heapq.heappush(heap, each)
+    return placed
+
+
+def _water(compute: np.ndarray, room: np.ndarray, tokens: int, cost: float) -> np.ndarray:
+    """Return the tokens to add to each microbatch, at most its room and ``tokens`` in all, so that the compute is most even.
+    ``cost``: compute of a token that is added."""
+    import numpy as np
+
+    if not cost:
+        return room * (tokens / max(room.sum(), 1))
+    low, high = float(compute.min()), float((compute + cost * room).max())
+    for _ in range(50):
+        level = (low + high) / 2
+        enough = np.clip((level - compute) / cost, 0, room).sum() >= tokens
+        low, high = (low, level) if enough else (level, high)
+    return np.clip((high - compute) / cost, 0, room)
+
+
+def _place_short(sizes: np.ndarray, missing: np.ndarray) -> np.ndarray:
+    """Return the microbatch of each document, given longest first. ``missing``: tokens that each microbatch shall get.
+    In a round, the microbatches that miss most get several documents each, dealt to and fro. The last go one by one."""
+    import numpy as np
+
+    placed, begin, count, missing = np.empty(len(sizes), np.int64), 0, len(missing), missing.copy()
+    while len(sizes) - begin > LONGEST * count:
+        each = max(1, (len(sizes) - begin) // (32 * count))
+        enough = int((missing >= each * sizes[begin]).sum())
+        takers = np.argsort(-missing, kind="stable")[: max(1, count // 4, enough)]
+        part = slice(begin, min(begin + each * len(takers), len(sizes)))
+        placed[part] = np.resize(np.concatenate([takers, takers[::-1]]), part.stop - begin)
+        missing -= np.bincount(placed[part], sizes[part], count)
+        begin = part.stop
+    heap = [(-tokens, number) for number, tokens in enumerate(missing.tolist())]
+    heapq.heapify(heap)
+    for document, tokens in enumerate(sizes[begin:].tolist(), begin):
+        left, number = heap[0]
+        heapq.heapreplace(heap, (left + tokens, number))
+        placed[document] = number
+    return placed
+
+
+def best_fit(sizes: Sequence[int], order: Iterable[int], capacity: int) -> np.ndarray:
+    """Return the microbatch of each document. Each goes, in ``order``, where it leaves the least room, or into a new one."""
+    import numpy as np
+
+    rooms: list[tuple[int, int]] = []
+    placed, count = np.empty(len(sizes), np.int64), 0
+    for document in order:
+        at = bisect_left(rooms, (sizes[document], -1))
+        if at < len(rooms):
+            room, number = rooms.pop(at)
+        else:
+            room, number, count = capacity, count, count + 1
+        placed[document] = number
+        insort(rooms, (room - sizes[document], number))
+    return placed
+
+
+def _checked(lengths: Any) -> np.ndarray:
+    """Return lengths as an int64 array. Raise ValueError if the list is empty, or if a length is not an int of at least 1."""
+    import numpy as np
+
+    found = np.asarray(lengths) if isinstance(lengths, list | tuple | np.ndarray) else None
+    if found is None or found.ndim != 1 or found.dtype.kind not in "iu" or not found.size or found.min() < 1:
+        rows = document_rows(lengths)  # says which length is wrong
+        if len(rows) != 1 or not rows[0]:
+            what = "the tokens of the documents of a global batch, at least one"
+            raise ValueError(f"lengths are {what}, such as [4096, 512], got {in_words(lengths)}")
+        found = np.array(rows[0])
+    return found.astype(np.int64)
