@@ -2,7 +2,7 @@
 
 All variants get equal inputs. ``variants.py`` lists the variants, and ``oracles.py`` computes the expected results.
 ``torch_worker.py`` and ``jax_worker.py`` run them in separate processes. ``measure.py`` measures the error of each result, and
-``diagnosis.py`` names the likely cause of an error above its bound.
+``diagnosis.py`` names the likely cause of an error above its bound. ``leaks.py`` looks for tokens that leak.
 """
 
 from __future__ import annotations
