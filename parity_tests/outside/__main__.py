@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from textwrap import fill
 
 from . import __doc__ as USAGE
 from .suites import SUITES, Suite
@@ -36,7 +37,8 @@ def describe(suite: Suite, cases: list[Case], ranks: int) -> list[str]:
     numbers = [sum(count[outcome] for outcome in COUNTED), *(count[outcome] for outcome in (*COUNTED, "skipped"))]
     row = "| " + " | ".join([suite.release, suite.what, str(ranks), *map(str, numbers)]) + " |"
     reasons = Counter((outcome, suite.explain(case, reason)) for case, outcome, reason in cases if reason)
-    return [row, *(f"- {outcome}, {number}: {reason}" for (outcome, reason), number in sorted(reasons.items()))]
+    lines = (f"- {outcome}, {number}: {reason}" for (outcome, reason), number in sorted(reasons.items()))
+    return [row, *(fill(line, 138, subsequent_indent="  ", break_long_words=False) for line in lines)]
 
 
 COUNTED = "passed", "refused", "failed"

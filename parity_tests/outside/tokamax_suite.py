@@ -22,7 +22,8 @@ def attention(q: Any, k: Any, v: Any, *, bias: Any = None, mask: Any = None, is_
     if isinstance(mask, base.Mask) or any(x is not None for x in tokens):
         within = mask if isinstance(mask, base.Mask) else base.Mask(is_causal=is_causal)
         sizes = (x.shape[-3] if at is None else at for x, at in zip((q, k), tokens, strict=True))
-        mask, is_causal = within.as_array(*sizes), False
+        with jax.ensure_compile_time_eval():  # a mask that jit traces has no values that ours could refuse
+            mask, is_causal = within.as_array(*sizes), False
     arguments = {"softcap": others.pop("logits_soft_cap", None)} | others
     if (scale := arguments.pop("logits_scale", base.AUTO)) != base.AUTO:
         arguments["scale"] = scale

@@ -21,7 +21,7 @@ from .sweep import Sweep
 from .variants import FRAMEWORKS, TITLES
 
 KEY, QUERY, PADDING = ("k", "v"), ("q", "out", "lse"), ("q", "k", "v")
-"""What a change changes: the key and value of a token; its query and the gradients of its results; the padding."""
+"""The arrays of a change: the key and value of a token; its query and the gradients of its results; the padding."""
 KINDS = {KEY: "key", QUERY: "query", PADDING: "padding"}
 OF_QUERIES, OF_KEYS = ("out", "lse", "dq"), ("dk", "dv")
 DRAWN = 8
@@ -74,7 +74,7 @@ class Probed:
 
 
 def probe(sweep: Sweep, tell: Callable[[str], None] = lambda words: None) -> tuple[Probed, ...]:
-    """Probe every variant of the sweep on each of its rings. Raise ValueError if one is no attention on q, k and v."""
+    """Probe every variant of the sweep on each of its rings. Raise ValueError if one takes other inputs than q, k and v."""
     if other := [variant.name for variant in sweep.variants if variant.oracle != "attention"]:
         raise ValueError(f"--leak knows what attention on q, k and v may see: leave out {', '.join(other)}")
     cells, _ = choose_contestants(sweep, find_installed(sweep))
