@@ -30,7 +30,7 @@ STAMP := $(VENV)/.installed-$(VERSION)$(if $(PINS),-$(basename $(notdir $(PINS))
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: release help env demo test test-all fuzz mutate bench lint docs newest plan-picture
+.PHONY: release help env demo test test-all fuzz mutate suites bench lint docs newest plan-picture
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -53,6 +53,9 @@ fuzz: $(STAMP) ## 2,000 random problems a framework, and the tests of many draws
 
 mutate: $(STAMP) ## break the library on purpose, one line at a time: the tests must notice each
 	@$(BIN)/python -P parity_tests/mutate.py $(ARGS)
+
+suites: $(STAMP) ## other projects' tests that are installed, on our functions; writes docs/suites.md (ARGS="--source jax=FOLDER")
+	@$(BIN)/python -m parity_tests.outside --page docs/suites.md $(ARGS)
 
 bench: $(STAMP) ## speed on this CPU
 	@$(BIN)/python -m benchmarks.cpu $(ARGS)

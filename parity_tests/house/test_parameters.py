@@ -77,6 +77,7 @@ FORWARDED = {
     "Generation.of": "what RingTransformer.generate was given",
     "the_call": "the fields of RingCall",
     "run": "the fields of compare's Case",
+    "find_leaks": "the fields of compare's Case",
     "make_sweep": "the fields of compare's Case",
     "Evidence.attend": "the arguments of exact",
     "RingInnerAttention.forward": "those of torchtitan's other inner attentions",

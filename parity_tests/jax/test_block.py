@@ -168,3 +168,11 @@ def test_a_mistake_says_what_to_do(arguments, message):
     q = jnp.ones((1, 8, 2, 4))
     with pytest.raises(ValueError, match=message):
         attend_block(q, q, q, **{"mask": causal(), **arguments})
+
+
+def test_the_values_of_an_identity_give_the_weights_of_attention():
+    q, k = (jax.random.normal(jax.random.key(heads), (1, 9, heads, 8)) for heads in (4, 2))
+    weights, _ = attend_block(q, k, jnp.broadcast_to(jnp.eye(9)[None, :, None], (1, 9, 2, 9)), mask=causal())
+    scores = 8**-0.5 * jnp.einsum("bshd,bthd->bsht", q, k.repeat(2, 2))
+    exact = jax.nn.softmax(jnp.where(jnp.tri(9, dtype=bool)[None, :, None], scores, -jnp.inf))
+    np.testing.assert_allclose(weights, exact, rtol=0, atol=1e-6)

@@ -135,3 +135,11 @@ def test_a_mistake_says_what_to_do(arguments, message):
     q = torch.randn(1, 8, 2, 4)
     with pytest.raises(ValueError, match=message):
         attend_block(q, q, q, **{"mask": causal(), **arguments})
+
+
+def test_the_values_of_an_identity_give_the_weights_of_attention():
+    q, k = torch.randn(1, 9, 4, 8), torch.randn(1, 9, 2, 8)
+    weights, _ = attend_block(q, k, torch.eye(9)[None, :, None].expand(1, 9, 2, 9), mask=causal())
+    scores = 8**-0.5 * torch.einsum("bshd,bthd->bsht", q, k.repeat_interleave(2, 2))
+    hidden = ~torch.ones(9, 9).tril().bool()[None, :, None]
+    torch.testing.assert_close(weights, scores.masked_fill(hidden, -math.inf).softmax(-1), rtol=0, atol=1e-6)

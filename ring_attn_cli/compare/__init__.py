@@ -2,7 +2,7 @@
 
 All variants get equal inputs. ``variants.py`` lists the variants, and ``oracles.py`` computes the expected results.
 ``torch_worker.py`` and ``jax_worker.py`` run them in separate processes. ``measure.py`` measures the error of each result, and
-``diagnosis.py`` names the likely cause of an error above its bound.
+``diagnosis.py`` names the likely cause of an error above its bound. ``leaks.py`` looks for tokens that leak.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .comparison import Comparison
+    from .leaks import Probed
 
 
 def run(
@@ -43,6 +44,19 @@ def run(
     sweep = make_sweep(variants, ranks, framework, repeats, patience, **arguments)
     check_files(json, png)
     return write(compare(sweep), json, png)
+
+
+def find_leaks(
+    *variants: str, ranks: Any = 2, framework: str = "jax,torch", patience: float = 300.0, **arguments: Any
+) -> tuple[Probed, ...]:
+    """Change one token at a time, and return what moves although the mask hides that token: see ``leaks.py``.
+
+    The arguments and the errors are those of :func:`run`; variants other than attention on q, k and v raise ValueError too.
+    """
+    from .leaks import probe
+    from .sweep import make_sweep
+
+    return probe(make_sweep(variants, ranks, framework, 1, patience, **arguments))
 
 
 def check_files(json: str | Path | None, png: str | Path | None) -> None:

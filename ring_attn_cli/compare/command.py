@@ -19,7 +19,7 @@ ONE_OR_SEVERAL = "one value, or several with commas between them"
 SEVERAL: dict[str, Any] = dict.fromkeys(("ranks", "length", "heads", "head_dim", "segments", "dilations"), int)
 SEVERAL |= dict.fromkeys(("dtype", "layout", "backend"), str)
 """Options that take values with commas between them, and the type of a value."""
-OUTPUT = "variants", "variant", "json", "png", "bibtex"
+OUTPUT = "variants", "variant", "json", "png", "leak", "bibtex"
 """Options that ``make_sweep`` does not take."""
 
 
@@ -67,6 +67,9 @@ def compare(
     patience: Annotated[float, typer.Option(help="Seconds to wait for a rank's answer before the command fails.")] = 300.0,
     json: Annotated[Path | None, typer.Option(help="Write every number to this file.")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw errors and times to this file, a .png or .svg.")] = None,
+    leak: Annotated[
+        bool, typer.Option("--leak", help="Change one token at a time, and name what moves although the mask hides it.")
+    ] = False,
     bibtex: Annotated[bool, typer.Option("--bibtex", hidden=True)] = False,
 ) -> None:
     """Compare attention variants of JAX and PyTorch to a float64 reference and to each other.
@@ -77,6 +80,7 @@ def compare(
         from ..processes import Failure
         from . import check_files, write
         from .comparison import compare as run
+        from .leaks import probe
         from .report import draw, width_of
         from .sweep import make_sweep
 
@@ -88,12 +92,18 @@ def compare(
         }
         sweep = make_sweep([*(variants or []), *(variant or [])], **arguments)
         check_files(json, png)
+        if leak and (json or png):
+            raise ValueError("--leak prints what leaks and measures nothing: leave out --json and --png")
         stderr = Console(stderr=True, highlight=False)
         with stderr.status("") as status:
+            tell = status.update if stderr.is_terminal else stderr.print
             try:
-                comparison = run(sweep, status.update if stderr.is_terminal else stderr.print)
+                comparison = probe(sweep, tell) if leak else run(sweep, tell)
             except Failure as failure:
                 raise ValueError(str(failure)) from None
+        if isinstance(comparison, tuple):
+            typer.echo("\n".join(map(str, comparison)))
+            raise typer.Exit(int(any(each.leaks for each in comparison)))
         write(comparison, json, png)
     width = width_of(shutil.get_terminal_size((140, 24)).columns)  # 140 columns if stdout is not a terminal
     Console(width=width, highlight=False, markup=False).print(draw(comparison, width))

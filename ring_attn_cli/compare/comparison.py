@@ -10,7 +10,7 @@ from statistics import median
 from .cases import Arrays, Case
 from .diagnosis import Evidence, diagnose
 from .measure import Quantity, measure
-from .messages import Outcome, Request, join
+from .messages import Change, Outcome, Request, join
 from .oracles import ORACLES, Truth
 from .pool import Pool, VariantError
 from .sweep import Sweep
@@ -83,7 +83,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class _Contestant:
+class Contestant:
     """One result to compute: a variant in a framework on a ring. ``case``: the sweep's case with ``variant.changes`` applied."""
 
     variant: Variant
@@ -91,15 +91,15 @@ class _Contestant:
     ranks: int
     case: Case
 
-    def request(self, kind: str) -> Request:
+    def request(self, kind: str, change: Change | None = None) -> Request:
         variant = self.variant
-        return Request(kind, variant.calls[self.framework], self.case, self.ranks, variant.oracle, variant.user)
+        return Request(kind, variant.calls[self.framework], self.case, self.ranks, variant.oracle, variant.user, change)
 
 
 def compare(sweep: Sweep, tell: Tell = lambda words: None) -> Comparison:
     """Run a sweep and return its results. Call ``tell`` with a progress message before each stage."""
-    frameworks = _find_installed(sweep)
-    cells, left_out = _choose_contestants(sweep, frameworks)
+    frameworks = find_installed(sweep)
+    cells, left_out = choose_contestants(sweep, frameworks)
     needed = tuple(name for name in FRAMEWORKS if any(each.framework == name for cell in cells for each in cell))
     tell(f"starting {' and '.join(TITLES[name] for name in needed)}")
     results: list[VariantResult] = []
@@ -114,7 +114,7 @@ def compare(sweep: Sweep, tell: Tell = lambda words: None) -> Comparison:
     return Comparison(sweep, tuple(results), tuple(_merge_rings(left_out)), kinds)
 
 
-def _find_installed(sweep: Sweep) -> tuple[str, ...]:
+def find_installed(sweep: Sweep) -> tuple[str, ...]:
     """Return the requested frameworks that are installed. Raise ValueError if none is installed."""
     missing = {name: [each for each in NEEDS[name] if find_spec(each) is None] for name in sweep.frameworks}
     there = tuple(name for name in sweep.frameworks if not missing[name])
@@ -124,7 +124,7 @@ def _find_installed(sweep: Sweep) -> tuple[str, ...]:
     return there
 
 
-def _choose_contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[list[_Contestant]], list[SkippedVariant]]:
+def choose_contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[list[Contestant]], list[SkippedVariant]]:
     """Return for each case the combinations (variant, framework, ranks) to run, and a list of those left out, with reasons."""
     cells, left_out = [], []
     for case in sweep.cases:
@@ -137,7 +137,7 @@ def _choose_contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list
                 for ranks in sweep.rings:
                     reason = variant.refusal(own, framework, ranks)
                     if reason is None:
-                        cell.append(_Contestant(variant, framework, ranks, own))
+                        cell.append(Contestant(variant, framework, ranks, own))
                     elif variant.user is None or framework in variant.calls:
                         reasons.append(SkippedVariant(variant.name, framework, (ranks,), reason))
             if len(cell) == before and variant.name in sweep.named:
@@ -149,9 +149,9 @@ def _choose_contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list
     return cells, left_out
 
 
-def _run_cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tuple[list[VariantResult], list[SkippedVariant]]:
+def _run_cell(pool: Pool, sweep: Sweep, cell: list[Contestant], tell: Tell) -> tuple[list[VariantResult], list[SkippedVariant]]:
     """Run, judge and time the contestants of one case. Return their results, and the variants skipped because they failed."""
-    outcomes: dict[_Contestant, list[Outcome]] = {}
+    outcomes: dict[Contestant, list[Outcome]] = {}
     refused = []
     for each in cell:
         tell(f"{each.variant.name} in {TITLES[each.framework]}, {each.ranks} ranks, {each.case.length} tokens")
@@ -167,7 +167,7 @@ def _run_cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> 
     rows = {each: _judge(each, of[0].cotangents, whole, truths) for each, of in outcomes.items()}
     ask = lambda each, kind: pool.ask(each.framework, each.request(kind))
     peaks = {each: ask(each, "memory") for each in outcomes}
-    seconds: dict[_Contestant, list[float]] = {each: [] for each in outcomes}
+    seconds: dict[Contestant, list[float]] = {each: [] for each in outcomes}
     for turn in range(sweep.repeats):
         tell(f"time, turn {turn + 1} of {sweep.repeats}")
         contestants = list(outcomes)
@@ -180,7 +180,7 @@ def _run_cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> 
 
 
 def _judge(
-    one: _Contestant, cotangents: frozenset[str], whole: dict[_Contestant, Arrays], truths: dict[object, Truth]
+    one: Contestant, cotangents: frozenset[str], whole: dict[Contestant, Arrays], truths: dict[object, Truth]
 ) -> VariantResult:
     """Compare the arrays of a contestant with the truth, with those on one device, and with those of the other framework.
     ``whole``: global results and gradients. ``truths``: a cache, to which a new truth is added. The VariantResult lacks

@@ -13,9 +13,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import ring_attn_jax
 
 from ..processes import Worker
-from .messages import Outcome, Request, WorkerSettings, cut
+from .messages import Change, Outcome, Request, WorkerSettings, cut
 from .oracles import ORACLES
-from .worker import CAST, Arrays, Call, CallRunner, make_importable, serve
+from .worker import CAST, Arrays, Call, CallRunner, change_inputs, make_importable, serve
 
 SEQ, WHOLE = PartitionSpec(None, "seq"), PartitionSpec()
 
@@ -62,10 +62,14 @@ class JaxRunner(CallRunner):
             sharded = {name: x for name, x in results.items() if name in oracle.sharded}
             return sharded, {name: x for name, x in results.items() if name not in sharded}
 
-        with jax.enable_x64(case.dtype == "float64"):
-            arrays = {name: place(name, x, oracle.paddings.get(name, 0)) for name, x in inputs.arrays.items()}
+        def load(change: Change | None = None) -> tuple[Arrays, Arrays, Arrays]:
+            drawn, starts, pads = change_inputs(inputs, oracle.paddings, change)
+            arrays = {name: place(name, x, pads.get(name, 0)) for name, x in drawn.items()}
             leaves = {name: arrays.pop(name) for name in inputs.leaves}
-            cotangents = {name: place(name, x) for name, x in inputs.cotangents.items()}
+            return leaves, arrays, {name: place(name, x) for name, x in starts.items()}
+
+        with jax.enable_x64(case.dtype == "float64"):
+            loaded = leaves, arrays, _ = load()
             specs = tuple({name: spec(name) for name in group} for group in (leaves, arrays))
             vma = getattr(function, "check_vma", True)
             mapped = jax.shard_map(compute_shards, mesh=mesh, in_specs=specs, out_specs=(SEQ, WHOLE), check_vma=vma)
@@ -77,14 +81,18 @@ class JaxRunner(CallRunner):
                 (gradients,) = backward(tuple({n: start(n, x) for n, x in group.items()} for group in results))
                 return {**results[0], **results[1], **{"d" + name: x for name, x in gradients.items()}}
 
-        def run() -> dict[str, jax.Array]:
+        def run(loaded: tuple[Arrays, Arrays, Arrays] = loaded) -> dict[str, jax.Array]:
             with jax.enable_x64(case.dtype == "float64"):
-                return jax.block_until_ready(program(leaves, arrays, cotangents))
+                return jax.block_until_ready(program(*loaded))
 
-        self._known[request.key] = run
-        results = {name: _numpy(x) for name, x in run().items()}
-        shards = {name: np.split(x, plan.ranks, 1) if name in oracle.sharded else [x] for name, x in results.items()}
-        return Outcome(shards, frozenset({*cotangents} & {*results}))
+        def outcome(change: Change | None) -> Outcome:
+            with jax.enable_x64(case.dtype == "float64"):
+                results = {name: _numpy(x) for name, x in run(load(change) if change else loaded).items()}
+            shards = {name: np.split(x, plan.ranks, 1) if name in oracle.sharded else [x] for name, x in results.items()}
+            return Outcome(shards, frozenset({*inputs.cotangents} & {*results}))
+
+        self._known[request.key], self._outcomes[request.key] = run, outcome
+        return outcome(None)
 
     def memory(self, request: Request) -> int | None:
         """Return the peak bytes of one run above those held before; on GPUs, of the process so far, summed over devices."""

@@ -12,12 +12,35 @@ from ring_attn_core.plan.ring import RingPlan
 
 from .cases import Arrays, Case
 
+CHANGED = 3.0
+"""A changed number is this one less the number; changed padding is this number."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a call's inputs at one ``token``, in every row; None: of the padding. ``names``: arrays and cotangents."""
+
+    names: tuple[str, ...]
+    token: int | None
+
+    def apply(self, arrays: Arrays) -> Arrays:
+        """Return the global ``arrays`` with the change; padding has no place in them."""
+        changed = {name: x.copy() for name, x in arrays.items() if name in self.names and self.token is not None}
+        for x in changed.values():
+            x[:, self.token] = CHANGED - x[:, self.token]
+        return arrays | changed
+
+    @property
+    def paddings(self) -> dict[str, Any]:
+        """Return the value of the padding of each array whose padding is changed."""
+        return dict.fromkeys(self.names, CHANGED) if self.token is None else {}
+
 
 @dataclass(frozen=True)
 class Request:
     """A request to the processes of a framework.
-    ``kind``: "prepare" builds the ``call`` (``module:function``) and runs it once; "time", "memory" and "forget" act on it.
-    ``user``: a user's own ``module:function``. ``oracle``: the key in ``ORACLES`` for the inputs."""
+    ``kind``: "prepare" builds the ``call`` (``module:function``) and runs it once; "repeat" (with ``change``), "time", "memory"
+    and "forget" act on it. ``user``: a user's own ``module:function``. ``oracle``: the key in ``ORACLES`` for the inputs."""
 
     kind: str
     call: str
@@ -25,10 +48,11 @@ class Request:
     ranks: int
     oracle: str
     user: str | None = None
+    change: Change | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return the key under which the prepared call is stored: the request without ``kind`` and ``oracle``."""
+        """Return the key under which the prepared call is stored: the request without ``kind``, ``oracle`` and ``change``."""
         return self.call, self.case, self.ranks, self.user
 
 

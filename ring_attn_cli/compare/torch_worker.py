@@ -16,9 +16,9 @@ import ring_attn_torch
 
 from ..processes import Worker
 from ..train.torch_ranks import CPU, member
-from .messages import Outcome, Request, WorkerSettings, cut
+from .messages import Change, Outcome, Request, WorkerSettings, cut
 from .oracles import ORACLES
-from .worker import CAST, Arrays, Call, CallRunner, make_importable, serve
+from .worker import CAST, Arrays, Call, CallRunner, change_inputs, make_importable, serve
 
 
 def work(worker: Worker, rank: int, settings: WorkerSettings) -> None:
@@ -59,12 +59,19 @@ class TorchRunner(CallRunner):
             shard = torch.tensor(cut(x, plan, pad)[self._rank] if name in oracle.sharded else x).to(self._device)
             return shard.to(getattr(torch, case.dtype)) if name in CAST else shard
 
-        arrays = {name: place(name, x, oracle.paddings.get(name, 0)) for name, x in inputs.arrays.items()}
-        leaves = [arrays[name].requires_grad_() for name in inputs.leaves]
-        cotangents = {name: place(name, x) for name, x in inputs.cotangents.items()}
+        def load(change: Change | None = None) -> tuple[Arrays, Arrays]:
+            drawn, starts, pads = change_inputs(inputs, oracle.paddings, change)
+            arrays = {name: place(name, x, pads.get(name, 0)) for name, x in drawn.items()}
+            for name in inputs.leaves:
+                arrays[name].requires_grad_()
+            return arrays, {name: place(name, x) for name, x in starts.items()}
+
+        loaded = load()
         used: set[str] = set()
 
-        def run() -> dict[str, Tensor]:
+        def run(loaded: tuple[Arrays, Arrays] = loaded) -> dict[str, Tensor]:
+            arrays, cotangents = loaded
+            leaves = [arrays[name] for name in inputs.leaves]
             with within():
                 results = function(arrays)
                 ends = [name for name in cotangents if name in results and results[name].requires_grad]
@@ -78,10 +85,13 @@ class TorchRunner(CallRunner):
             self._synchronize()
             return found
 
-        self._known[request.key] = run
-        results = run()
-        mine = {name: [_numpy(x)] for name, x in results.items() if self._rank == 0 or name in oracle.sharded or name[0] == "d"}
-        return Outcome(mine, frozenset(used))
+        def outcome(change: Change | None) -> Outcome:
+            results = run(load(change) if change else loaded)
+            kept = {name: x for name, x in results.items() if self._rank == 0 or name in oracle.sharded or name[0] == "d"}
+            return Outcome({name: [_numpy(x)] for name, x in kept.items()}, frozenset(used))
+
+        self._known[request.key], self._outcomes[request.key] = run, outcome
+        return outcome(None)
 
     def meet(self, request: Request) -> None:
         self._share_cores(request.ranks)

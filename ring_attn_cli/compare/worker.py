@@ -16,7 +16,8 @@ from ring_attn_core.plan.ring import RingPlan
 
 from ..processes import Worker
 from .cases import Case
-from .messages import Request
+from .messages import Change, Outcome, Request
+from .oracles import GlobalArrays
 
 CAST = {"q", "k", "v", "x"}
 """Arrays that are cast to the case's dtype; all others, such as sinks and weights, keep the dtype that they are drawn in."""
@@ -50,7 +51,8 @@ class CallRunner:
     """The prepared calls of one process. A framework's subclass adds ``prepare``, which builds and runs a call."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Callable[[], Any]] = {}
+        self._known: dict[Any, Callable[..., Any]] = {}
+        self._outcomes: dict[Any, Callable[[Change | None], Outcome]] = {}
 
     def time(self, request: Request) -> float:
         """Return the seconds of one run, forward and backward."""
@@ -72,8 +74,20 @@ class CallRunner:
         self._known[request.key]()
         return max(_status("VmHWM") - before, 0)
 
+    def repeat(self, request: Request) -> Outcome:
+        """Return the results and gradients with the request's change of the inputs."""
+        return self._outcomes[request.key](request.change)
+
     def forget(self, request: Request) -> None:
         self._known.pop(request.key, None)
+        self._outcomes.pop(request.key, None)
+
+
+def change_inputs(inputs: GlobalArrays, paddings: dict[str, Any], change: Change | None) -> tuple[Arrays, Arrays, dict[str, Any]]:
+    """Return the arrays, the cotangents and the values of the padding, all with ``change``."""
+    if change is None:
+        return inputs.arrays, inputs.cotangents, paddings
+    return change.apply(inputs.arrays), change.apply(inputs.cotangents), paddings | change.paddings
 
 
 def _status(name: str) -> int:

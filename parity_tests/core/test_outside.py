@@ -1,0 +1,72 @@
+"""The runner of other projects' tests: what it calls passed, refused and failed, and what it says of a missing suite."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from parity_tests.outside import one, suites
+from parity_tests.outside.__main__ import describe
+from ring_attn_core.layouts import named
+
+TESTS = """
+from parity_tests.outside.one import in_place
+from ring_attn_core.layouts import named
+import pytest, unittest
+
+def test_ours(): assert in_place(named, "zigzag")
+def test_theirs(): pass
+def test_wrong(): assert in_place(len, "a") == 2
+def test_their_mistake(): int("x")
+@pytest.mark.skip(reason="no GPU")
+def test_skipped(): pass
+def test_skips_itself(): pytest.skip("too slow")
+
+class Cases(unittest.TestCase):
+    def test_refused(self): in_place(named, "spiral")
+"""
+FOUND = {
+    "test_ours": "passed",
+    "test_theirs": "theirs",
+    "test_wrong": "failed",
+    "test_their_mistake": "failed",
+    "test_skips_itself": "skipped",
+    "test_refused": "refused",
+}
+
+
+@pytest.fixture
+def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> suites.Suite:
+    """A suite of our own, with a case of every kind."""
+    (tmp_path / "own.py").write_text(TESTS)
+    suite = suites.Suite("own", "pytest", "`layouts.named`", known={"wrong": "the suite takes one character for two"})
+    monkeypatch.setattr(one, "HERE", tmp_path)
+    monkeypatch.setitem(suites.SUITES, "own", suite)
+    return suite
+
+
+def test_every_case_is_judged_by_who_raised_and_a_run_that_ended_goes_on(suite: suites.Suite, tmp_path: Path):
+    report = tmp_path / "report.json"
+    assert one.main("own", "", "1", "wrong or theirs", str(report)) == 0
+    assert {case for case, *_ in json.loads(report.read_text())} == {"test_wrong", "test_theirs"}
+    assert one.main("own", "", "1", "", str(report)) == 0
+    cases = [tuple(each) for each in json.loads(report.read_text())]
+    assert {case: outcome for case, outcome, _ in cases} == FOUND and len(cases) == len(FOUND)
+    with pytest.raises(ValueError, match="unknown layout") as refusal:
+        named("spiral")
+    reasons = {case: reason for case, _, reason in cases}
+    assert reasons["test_refused"] and str(refusal.value).startswith(reasons["test_refused"])
+    row, *lines = describe(suite, cases, 1)
+    assert row.endswith("| `layouts.named` | 1 | 4 | 1 | 1 | 2 | 1 |")
+    assert "- failed, 1: the suite takes one character for two" in lines and "- skipped, 1: too slow" in lines
+
+
+def test_a_suite_that_is_not_there_is_left_out_in_words(tmp_path: Path):
+    jax = suites.SUITES["jax"]
+    installed = suites.Suite("own", "pytest", "", "tests/nn_test.py")
+    assert suites.Suite("own", "no_such_package", "").obstacle(None) == "no_such_package is not installed"
+    assert installed.obstacle(None) == "it stands in a checkout: pass --source NAME=FOLDER, which holds tests/nn_test.py"
+    assert installed.obstacle(tmp_path) == f"{tmp_path} holds no tests/nn_test.py"
+    assert jax.file == "tests/nn_test.py"

@@ -1,0 +1,7 @@
+"""Other projects' tests with our functions in the place of theirs. Nothing of them is copied: they are read where they stand.
+
+    python -m parity_tests.outside [tokamax jax] [--source SUITE=FOLDER] [--ranks N] [-k WORDS] [--page FILE]
+
+A suite stands in an installed package, or in a checkout that ``--source`` names; ``suites.py`` lists them. Each runs in a process
+of its own: ``one.py`` runs it with pytest, and tells refused cases (our ValueError or TypeError) from failed ones.
+"""

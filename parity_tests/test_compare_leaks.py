@@ -1,0 +1,97 @@
+"""``ring-attn compare --leak``: every planted leak is found in both frameworks, and nothing leaks from ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+for package in ("torch", "jax", "flax", "typer"):
+    pytest.importorskip(package)
+
+from typer.testing import CliRunner  # noqa: E402
+
+from ring_attn_cli import compare  # noqa: E402
+from ring_attn_cli.compare.leaks import Leak, Probed  # noqa: E402
+from ring_attn_cli.main import app  # noqa: E402
+
+PLANTED = "parity_tests.support.leaking"
+LEAKS = {
+    "window_one_too_long": ("key", "out", 9),
+    "document_border_off_by_one": ("key", "out", None),
+    "zigzag_taken_for_contiguous": ("key", "out", None),
+    "padding_seen": ("padding", "out", None),
+    "future_key_in_the_last_tile": ("key", "out", None),
+}
+"""For each planted leak: what is changed, an array that moves, and how much later its token is, where that is one number."""
+IN_JAX = ("window_one_too_long", "padding_seen")
+"""The leaks that are planted in JAX too, where each takes seconds to compile; the others in JAX in the long test."""
+
+SIZES: dict[str, Any] = {"length": 61, "kv_heads": 4, "head_dim": 8, "mask": "window:8", "documents": 3}
+
+
+def find(*names: str) -> dict[tuple[str, str], Probed]:
+    """Return what one probe finds on 2 ranks, by the function's name and the framework."""
+    probed = compare.find_leaks(*names, **SIZES)
+    assert {each.ranks for each in probed} == {2}
+    return {(each.variant.rpartition(":")[2], each.framework): each for each in probed}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[tuple[str, str], Probed]:
+    """One probe of all functions, for processes are slow to start."""
+    return find("ring", *(f"{'' if name in IN_JAX else 'torch:'}{PLANTED}:{name}" for name in ("no_leak", *LEAKS)))
+
+
+@pytest.mark.parametrize(("name", "framework"), [*((name, "torch") for name in LEAKS), *((name, "jax") for name in IN_JAX)])
+def test_a_planted_leak_is_found(found: dict[tuple[str, str], Probed], name: str, framework: str):
+    check_found(found[name, framework], name)
+
+
+def check_found(probed: Probed, name: str) -> None:
+    """Check that the probe names the right change, and a token that it must not reach."""
+    kind, array, later = LEAKS[name]
+    leaks = [leak for leak in probed.leaks if (leak.kind, leak.array) == (kind, array)]
+    assert leaks and all(leak.largest > 1e-4 for leak in leaks), probed
+    if later:
+        assert {leak.token - (leak.changed or 0) for leak in leaks} == {later}
+
+
+@pytest.mark.parametrize(("name", "framework"), [("ring", "jax"), ("ring", "torch"), ("no_leak", "torch")])
+def test_nothing_leaks_from_ours_nor_from_an_attention_without_a_leak(
+    found: dict[tuple[str, str], Probed], name: str, framework: str
+):
+    check_tight(found[name, framework])
+
+
+def check_tight(probed: Probed) -> None:
+    assert not probed.leaks, probed
+    assert probed.changes >= 2 * 2 * 4 + 1  # keys and queries, at both edges of the four runs of two ranks, and the padding
+
+
+@pytest.mark.exhaustive
+def test_every_planted_leak_is_found_in_jax_too():
+    found = find(*(f"jax:{PLANTED}:{name}" for name in ("no_leak", *LEAKS)))
+    check_tight(found.pop(("no_leak", "jax")))
+    assert len(found) == len(LEAKS)
+    for (name, _), probed in found.items():
+        check_found(probed, name)
+
+
+def test_a_leak_is_told_in_words():
+    leak = Leak("key", 40, "out", 49, (0, 1), 0.25, 2)
+    assert str(leak) == "the key of token 40 (rank 0) moves out of token 49 (rank 1), 9 tokens later and 1 more, by 0.25"
+    assert str(Leak("padding", None, "dk", 3, (None, 0), 0.5, 1)) == "the padding moves dk of token 3 (rank 0), by 0.5"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("ring", "layer"), "--leak knows what attention on q, k and v may see: leave out layer"),
+        (("ring", "--json", "leaks.json"), "--leak prints what leaks and measures nothing: leave out --json and --png"),
+    ],
+)
+def test_what_the_probe_cannot_do_is_refused_before_anything_starts(arguments: tuple[str, ...], words: str):
+    answer = CliRunner().invoke(app, ["compare", "--leak", *arguments])
+    assert answer.exit_code == 2
+    assert words in answer.output
