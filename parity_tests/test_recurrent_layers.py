@@ -16,6 +16,7 @@ from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.lora import LoRA
 from ring_attn_core.model.memory import Training, peak_memory
 
+from .support.programs import run
 from .support.recurrences import DOCUMENTS, LENGTH
 from .support.recurrent_layers import DIM, HEADS, LAYERS, SIZES, like, reference, tokens
 from .support.selection import first
@@ -287,3 +288,11 @@ def test_mixers_that_do_not_fit_are_refused(options, words):
 def test_sizes_of_a_recurrent_layer_that_do_not_fit_are_refused(name, arguments, words):
     with pytest.raises(ValueError, match=words):
         getattr(ring_attn_torch, name)(DIM, HEADS, **arguments)
+
+
+@pytest.mark.exhaustive
+def test_the_example_learns_from_packed_documents():
+    for package in ("jax", "flax", "optax"):
+        pytest.importorskip(package)
+    losses = [float(line.rpartition(" ")[2]) for line in run("examples/jax_hybrid.py", "jax").splitlines()]
+    assert losses[-1] < losses[0] - 0.5

@@ -72,8 +72,7 @@ class Mamba2Config:
 
 
 def _fill(config: Any, **defaults: int | None) -> None:
-    """Check the sizes that both layers have, and replace sizes that are None by ``defaults``; None stands for dim / heads, or
-    for 2 dim / heads in a Mamba2."""
+    """Check the sizes of both layers, and replace None by ``defaults``, whose None is dim / heads, in a Mamba2 2 dim / heads."""
     hold_numbers(config, [name for name in vars(config) if name != "param_dtype"])
     check_sizes(dim=config.dim, heads=config.heads, taps=config.taps)
     check_eps(config.eps)
@@ -129,7 +128,7 @@ def recurrent_layers(mixers: Sequence[str] | None) -> list[int]:
     return [layer for layer, name in enumerate(mixers or ()) if name != "attention"]
 
 
-def check_mixers_call(mixers: Sequence[str] | None, layout: Any, ranks: int, **masks: Any) -> None:
+def check_mixers_call(mixers: Sequence[str] | None, layout: Any, ranks: int, **masks: object) -> None:
     """Raise ValueError if a call of a model with recurrent layers passes a mask of keys, or shards in a striped layout."""
     if not recurrent_layers(mixers):
         return

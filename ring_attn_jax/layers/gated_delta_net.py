@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from ..recurrence.convolution import causal_conv
 from ..recurrence.delta_rule import gated_delta_rule
 from ..ring.halo import wide
 from .parts import LinearMap, RMSNorm
-from .recurrent import Recurrent, RecurrentArguments
+from .recurrent import Arrays, Recurrent, RecurrentArguments, Where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +86,7 @@ def _apart(x: jax.Array, heads: int, sizes: tuple[int, ...]) -> list[jax.Array]:
     return [part.reshape(*x.shape[:2], -1) for part in parts]
 
 
-def _mix(config: GatedDeltaNetConfig, tokens: tuple[jax.Array, ...], weights: tuple[jax.Array, ...], **where: Any) -> jax.Array:
+def _mix(config: GatedDeltaNetConfig, tokens: Arrays, weights: Arrays, where: Where) -> jax.Array:
     (mixed, b, a), (taps, A_log, dt_bias) = tokens, weights
     mixed = causal_conv(mixed, taps.astype(mixed.dtype), activation="silu", **where)
     q, k, v = jnp.split(mixed, np.cumsum(config.parts)[:-1], -1)

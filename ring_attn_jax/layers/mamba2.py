@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from ..recurrence.convolution import causal_conv
 from ..recurrence.state_space import state_space
 from ..ring.halo import wide
 from .parts import LinearMap, RMSNorm
-from .recurrent import Recurrent, RecurrentArguments
+from .recurrent import Arrays, Recurrent, RecurrentArguments, Where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +78,7 @@ class Mamba2(Recurrent):
         return self.out_proj(self.norm(wide(out) * jax.nn.silu(wide(z))).astype(x.dtype))
 
 
-def _mix(config: Mamba2Config, tokens: tuple[jax.Array, ...], weights: tuple[jax.Array, ...], **where: Any) -> jax.Array:
+def _mix(config: Mamba2Config, tokens: Arrays, weights: Arrays, where: Where) -> jax.Array:
     (mixed, dt), (A_log, dt_bias, D, *taps) = tokens, weights
     mixed = causal_conv(mixed, *(each.astype(mixed.dtype) for each in taps), activation="silu", **where)
     parts = zip(jnp.split(mixed, np.cumsum(config.parts)[:-1], -1), (config.heads, config.groups, config.groups), strict=True)

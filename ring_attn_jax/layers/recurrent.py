@@ -24,8 +24,11 @@ from ..sharded import ShardedAxes
 from .parts import dtype_name
 from .ring import LayerRing
 
-Mix = Callable[..., jax.Array]
-"""A function ``mix(config, tokens, weights, **where)`` of this rank's shards, whose result is one too."""
+Arrays = tuple[jax.Array, ...]
+Where = dict[str, Any]
+"""The keywords ``axis_name, layout, length, extents`` of a recurrence."""
+Mix = Callable[[Any, Arrays, Arrays, Where], jax.Array]
+"""A function ``mix(config, tokens, weights, where)`` of this rank's shards, whose result is one too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +69,8 @@ class Recurrent(nnx.Module):
     def over_ring(
         self,
         mix: Mix,
-        tokens: tuple[jax.Array, ...],
-        weights: tuple[jax.Array, ...],
+        tokens: Arrays,
+        weights: Arrays,
         length: int | None,
         extents: jax.Array | None,
         layout: Layout | TracedLayout | None,
@@ -90,7 +93,7 @@ class Recurrent(nnx.Module):
 
 def _on_shards(mix: Mix, config: Any, layout: Any, length: int | None, axis_name: str) -> Callable[..., jax.Array]:
     def mixed(tokens: Any, weights: Any, extents: jax.Array | None) -> jax.Array:
-        return mix(config, tokens, weights, axis_name=axis_name, layout=layout, length=length, extents=extents)
+        return mix(config, tokens, weights, {"axis_name": axis_name, "layout": layout, "length": length, "extents": extents})
 
     return mixed
 
