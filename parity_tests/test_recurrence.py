@@ -111,7 +111,8 @@ def computed(group: Any, rule: str, dtype: str) -> list[Any]:
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
     problem, shard = make(rule, True), lambda x: ring_attn_torch.to_layout(x, "zigzag", ranks).chunk(ranks, 1)[rank]
     kind = getattr(torch, dtype)
-    leaves = [(shard(x) if i < problem.sharded else x).to(kind).requires_grad_() for i, x in enumerate(problem.arrays)]
+    arrays = enumerate(problem.rounded(kind))
+    leaves = [(shard(x) if i < problem.sharded else x).clone().requires_grad_() for i, x in arrays]
     where = {"group": group, "length": LENGTH, "extents": shard(ring_attn_torch.document_extents(IDS))}
     out = call(ring_attn_torch, rule, leaves, **where)
     cotangent = shard(problem.cotangent(problem.shape)).to(kind)

@@ -27,9 +27,14 @@ class Problem:
     begins: Tensor
     """int [rows, tokens]: the first position of each token's document."""
 
+    def rounded(self, dtype: torch.dtype) -> list[Tensor]:
+        """Return the arrays of tokens in ``dtype``, and whole arrays, whose gradients ranks add, in at least float32."""
+        weights = torch.promote_types(dtype, torch.float32)
+        return [x.to(dtype if i < self.sharded else weights) for i, x in enumerate(self.arrays)]
+
     def reference(self, dtype: torch.dtype = torch.float64) -> list[np.ndarray]:
         """Return the result and the gradients, token by token, of arrays that are rounded to ``dtype``."""
-        leaves = [x.to(dtype).double().clone().requires_grad_() for x in self.arrays]
+        leaves = [x.double().clone().requires_grad_() for x in self.rounded(dtype)]
         out = SEQUENTIAL[self.rule](*leaves, self.begins)
         gradients = torch.autograd.grad((out * self.cotangent(out.shape).to(dtype).double()).sum(), leaves)
         return [x.detach().numpy() for x in (out, *gradients)]

@@ -76,6 +76,8 @@ class Recurrent(nnx.Module):
         layout: Layout | TracedLayout | None,
     ) -> jax.Array:
         """Return ``mix`` of this rank's shards, or with a mesh of the shards of each device. ``tokens``: [b s ...]."""
+        if isinstance(layout, TracedLayout):
+            raise ValueError(f"{type(self).__name__} takes a static layout: pass the shard's .layout")
         options = self.config, layout or self.ring.layout, length
         if self.ring.sharded is None:
             return _on_shards(mix, *options, self.ring.axis_name)(tokens, weights, extents)
