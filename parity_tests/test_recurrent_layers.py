@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.lora import LoRA
 from ring_attn_core.model.memory import Training, peak_memory
 
-from .support.programs import run
 from .support.recurrences import DOCUMENTS, LENGTH
 from .support.recurrent_layers import DIM, HEADS, LAYERS, SIZES, like, reference, tokens
 from .support.selection import first
@@ -126,6 +126,8 @@ def test_a_recurrent_layer_is_that_of_transformers(name):
     else:
         module = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
         sizes = {"num_heads": HEADS, "head_dim": 6, "state_size": 5, "n_groups": 2, "expand": 2, "use_bias": True}
+        if "group_size" not in inspect.signature(module.MambaRMSNormGated).parameters:
+            pytest.skip("the norm of this release of transformers ignores groups")
         theirs = module.Mamba2Mixer(module.Mamba2Config(**shared, **sizes, chunk_size=16), 0)
     ours = getattr(ring_attn_torch, name)(DIM, HEADS, **SIZES[name], layout="contiguous")
     weights = like({key: tuple(x.shape) for key, x in theirs.state_dict().items()}, np.float32)
@@ -288,11 +290,3 @@ def test_mixers_that_do_not_fit_are_refused(options, words):
 def test_sizes_of_a_recurrent_layer_that_do_not_fit_are_refused(name, arguments, words):
     with pytest.raises(ValueError, match=words):
         getattr(ring_attn_torch, name)(DIM, HEADS, **arguments)
-
-
-@pytest.mark.exhaustive
-def test_the_example_learns_from_packed_documents():
-    for package in ("jax", "flax", "optax"):
-        pytest.importorskip(package)
-    losses = [float(line.rpartition(" ")[2]) for line in run("examples/jax_hybrid.py", "jax").splitlines()]
-    assert losses[-1] < losses[0] - 0.5
