@@ -96,6 +96,7 @@ class Block(nn.Module):
         ``turns``: those of earlier blocks at ``positions``, extended by the block's own. Computing turns takes a few dozen
         kernels, about the time of a short product.
         """
+        assert isinstance(self.attention, RingAttention), "a model with recurrent layers has no cache"
         embedding = self.attention.rotary
         if shares_turns(embedding) and embedding.rotary not in turns:
             turns[embedding.rotary] = turns_at(positions, embedding, x.dtype)
