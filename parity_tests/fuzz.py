@@ -1,6 +1,7 @@
 """Random problems from the whole space of cases, against float64; a failing one is shrunk to the smallest that still fails.
 
-    python -m parity_tests.fuzz [jax|torch] [--problems 2000] [--seed 0] [--trees] [--balanced] [--strategy ring gather ...]
+    python -m parity_tests.fuzz [jax|torch] [--problems 2000] [--seed 0] [--trees] [--balanced] [--recurrences]
+                                   [--strategy ring gather ...]
 
 The same seed gives the same problems, those of the tests where the number is theirs too. With --trees each has a prefix
 tree. With --balanced each has a balanced layout, most under the strategies "auto" and "direct". With --strategy each named
@@ -161,6 +162,37 @@ def on_jax(examples: int, number: int, drawn: st.SearchStrategy[Case]) -> None:
     fuzz(run_once, examples, number, drawn)
 
 
+@st.composite
+def recurrences(draw: Callable[[st.SearchStrategy[Any]], Any], rule: str) -> tuple[Any, ...]:
+    """Return a drawn call of a rule: ranks, rule, layout, whether rows are packed documents, and the rows."""
+    length = draw(st.integers(1, LONGEST))
+    row = st.lists(st.integers(1, length), unique=True, max_size=6).map(lambda ends: sorted({*ends, length}))
+    rows = [[b - a for a, b in zip([0, *ends], ends, strict=False)] for ends in draw(st.lists(row, min_size=1, max_size=2))]
+    layout = draw(st.sampled_from(("zigzag", "contiguous", "balanced")))
+    return draw(st.integers(1, 8)), rule, layout, draw(st.booleans()) or layout == "balanced", rows
+
+
+def fuzz_recurrences(framework: str, examples: int, number: int) -> None:
+    """Compare that many random calls of each rule, their results and gradients, with the rule token by token in float64."""
+    from .support.recurrences import SEQUENTIAL
+    from .support.spawn import Ranks
+    from .test_recurrence import on_devices, on_rank
+
+    pool = Ranks() if framework == "torch" else None
+    for rule in SEQUENTIAL:
+
+        @seed(number)
+        @settings(max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=SLOW_IS_FINE)
+        @given(recurrences(rule))
+        def is_exact(drawn: tuple[Any, ...]) -> None:
+            of_ranks = [on_devices(*drawn)] if pool is None else pool(drawn[0], on_rank, *drawn[1:])
+            assert max(max(errors) for errors in of_ranks) < 1e-12, drawn
+
+        is_exact()
+    if pool is not None:
+        pool.close()
+
+
 def main() -> None:
     frameworks = {"torch": on_torch, "jax": on_jax}
     parser = argparse.ArgumentParser(description="Random problems against float64.")
@@ -170,6 +202,7 @@ def main() -> None:
     parser.add_argument("--trees", action="store_true", help="with a prefix tree in each problem")
     parser.add_argument("--balanced", action="store_true", help="with a balanced layout in each problem")
     parser.add_argument("--strategy", nargs="+", default=[""], choices=["ring", *STRATEGIES, "push"], help="of all problems")
+    parser.add_argument("--recurrences", action="store_true", help="of gated_delta_rule, state_space and causal_conv instead")
     arguments = parser.parse_args()
     if "jax" in arguments.framework and "push" in arguments.strategy:
         parser.error('"push" exists in PyTorch only: pass the framework torch')
@@ -177,6 +210,9 @@ def main() -> None:
         drawn = balanced_problems(arguments.trees, strategy) if arguments.balanced else problems(arguments.trees)
         drawn = drawn if arguments.balanced or not strategy else under(strategy, drawn)
         began = time.perf_counter()
+        if arguments.recurrences:
+            fuzz_recurrences(name, arguments.problems, arguments.seed)
+            continue
         frameworks[name](arguments.problems, arguments.seed, drawn)
         called, seconds = f"{name} {strategy}".strip(), time.perf_counter() - began
         print(f"{called}: none of {arguments.problems} failed, {seconds:.0f} s", flush=True)

@@ -12,34 +12,36 @@ pytest.importorskip("torch")
 import torch
 
 import ring_attn_torch
+from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF
 
-from .support.recurrences import DOCUMENTS, LENGTH, SEQUENTIAL, call, make
+from .support.recurrences import DOCUMENTS, LENGTH, SEQUENTIAL, Rows, call, ids_of, make
 from .support.selection import first
 
 PLACES = [("zigzag", True), ("balanced", True), ("contiguous", False), ("zigzag", False), ("contiguous", True)]
 """Layouts, and whether the rows are packed documents."""
-IDS = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in DOCUMENTS])
+IDS = ids_of(DOCUMENTS)
 
 
-def place(layout: str, ranks: int) -> Any:
+def place(layout: str, ranks: int, rows: Rows = DOCUMENTS) -> Any:
     """Return the layout's name, or the balanced layout of the documents."""
     if layout != "balanced":
         return layout
-    return ring_attn_torch.shard_batch(torch.zeros(2, LENGTH, dtype=torch.long), layout, ranks, 0, documents=IDS).layout
+    ids = ids_of(rows)
+    return ring_attn_torch.shard_batch(torch.zeros_like(ids), layout, ranks, 0, documents=ids).layout
 
 
 def relative(found: Any, expected: Any) -> float:
     return float(np.linalg.norm(np.asarray(found) - expected) / (np.linalg.norm(expected) + 1e-12))
 
 
-def on_rank(group: Any, rule: str, layout: str, documents: bool) -> list[float]:
+def on_rank(group: Any, rule: str, layout: str, documents: bool, rows: Rows = DOCUMENTS) -> list[float]:
     """Return the relative errors of a rank's result and gradients; those of whole arrays are summed over the ranks."""
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-    problem, where = make(rule, documents), place(layout, ranks)
+    problem, where, length = make(rule, documents, rows), place(layout, ranks, rows), sum(rows[0])
     shard = lambda x: ring_attn_torch.to_layout(x, where, ranks).chunk(ranks, 1)[rank]
     leaves = [(shard(x) if i < problem.sharded else x).clone().requires_grad_() for i, x in enumerate(problem.arrays)]
-    extents = shard(ring_attn_torch.document_extents(IDS)) if documents else None
-    out = call(ring_attn_torch, rule, leaves, group=group, layout=where, length=LENGTH, extents=extents)
+    extents = shard(ring_attn_torch.document_extents(ids_of(rows))) if documents else None
+    out = call(ring_attn_torch, rule, leaves, group=group, layout=where, length=length, extents=extents)
     gradients = torch.autograd.grad((out * shard(problem.cotangent(problem.shape))).sum(), leaves)
     found, expected = [out.detach(), *gradients], [torch.from_numpy(x) for x in problem.reference()]
     errors = []
@@ -66,17 +68,23 @@ def test_a_ring_of_pytorch_is_one_device(gloo, rule, layout, documents, ranks):
 @pytest.mark.parametrize(("layout", "documents"), first(PLACES))
 @pytest.mark.parametrize("rule", first(["kda", "mamba2", "gdn", "mamba1", "convolution"], 2))
 def test_a_ring_of_jax_is_one_device(rule, layout, documents, ranks):
-    jax = pytest.importorskip("jax")
+    pytest.importorskip("jax")
+    assert max(on_devices(ranks, rule, layout, documents)) < 1e-13
+
+
+def on_devices(ranks: int, rule: str, layout: str, documents: bool, rows: Rows = DOCUMENTS) -> list[float]:
+    """Return the relative errors of the result and the gradients of all devices of JAX."""
+    import jax
     from jax.sharding import AxisType, PartitionSpec
 
     import ring_attn_jax
 
     with jax.enable_x64(True):
-        problem, where = make(rule, documents), place(layout, ranks)
+        problem, where, length = make(rule, documents, rows), place(layout, ranks, rows), sum(rows[0])
         shard = lambda x: ring_attn_jax.to_layout(jax.numpy.asarray(x.numpy()), where, ranks)
         arrays = [shard(x) if i < problem.sharded else jax.numpy.asarray(x.numpy()) for i, x in enumerate(problem.arrays)]
         extents = (
-            [ring_attn_jax.to_layout(ring_attn_jax.document_extents(jax.numpy.asarray(IDS.numpy())), where, ranks)]
+            [ring_attn_jax.to_layout(ring_attn_jax.document_extents(jax.numpy.asarray(ids_of(rows).numpy())), where, ranks)]
             if documents
             else []
         )
@@ -86,7 +94,7 @@ def test_a_ring_of_jax_is_one_device(rule, layout, documents, ranks):
 
         def on_ring(*arrays: Any) -> Any:
             arrays, extents = arrays[: len(specs)], arrays[len(specs) :]
-            return call(ring_attn_jax, rule, arrays, layout=where, length=LENGTH, extents=extents[0] if extents else None)
+            return call(ring_attn_jax, rule, arrays, layout=where, length=length, extents=extents[0] if extents else None)
 
         ring = jax.shard_map(on_ring, mesh=mesh, in_specs=(*specs, *[over_tokens] * len(extents)), out_specs=over_tokens)
 
@@ -96,7 +104,39 @@ def test_a_ring_of_jax_is_one_device(rule, layout, documents, ranks):
 
         found = jax.jit(results)(arrays, shard(problem.cotangent(problem.shape)))
         expected = [shard(torch.from_numpy(x)) if i <= problem.sharded else x for i, x in enumerate(problem.reference())]
-        assert max(relative(a, np.asarray(b)) for a, b in zip(found, expected, strict=True)) < 1e-13
+        return [relative(a, np.asarray(b)) for a, b in zip(found, expected, strict=True)]
+
+
+def computed(group: Any, rule: str, dtype: str) -> list[Any]:
+    """Return a rank's result and gradients in float64, computed in ``dtype`` from packed documents in zigzag."""
+    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    problem, shard = make(rule, True), lambda x: ring_attn_torch.to_layout(x, "zigzag", ranks).chunk(ranks, 1)[rank]
+    kind = getattr(torch, dtype)
+    arrays = enumerate(problem.rounded(kind))
+    leaves = [(shard(x) if i < problem.sharded else x).clone().requires_grad_() for i, x in arrays]
+    where = {"group": group, "length": LENGTH, "extents": shard(ring_attn_torch.document_extents(IDS))}
+    out = call(ring_attn_torch, rule, leaves, **where)
+    cotangent = shard(problem.cotangent(problem.shape)).to(kind)
+    return [x.detach().double().numpy() for x in (out, *torch.autograd.grad((out * cotangent).sum(), leaves))]
+
+
+def whole(problem: Any, of_ranks: list[list[Any]]) -> list[Any]:
+    """Join the shards of all ranks' results, and add the gradients of whole arrays."""
+    ranks = len(of_ranks)
+    join = lambda parts: ring_attn_torch.from_layout(torch.from_numpy(np.concatenate(parts, 1)), "zigzag", ranks, LENGTH).numpy()
+    columns = enumerate(zip(*of_ranks, strict=True))
+    return [join(parts) if i <= problem.sharded else sum(parts) for i, parts in columns]
+
+
+@pytest.mark.parametrize("ranks", first([3, 2]))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rule", SEQUENTIAL)
+def test_a_ring_is_at_most_twice_as_wrong_as_one_device(gloo, rule, dtype, ranks):
+    problem = make(rule, True)
+    exact = problem.reference(getattr(torch, dtype))
+    alone, ring = (whole(problem, results) for results in (gloo(1, computed, rule, dtype), gloo(ranks, computed, rule, dtype)))
+    for own, found, expected in zip(alone, ring, exact, strict=True):
+        assert relative(found, expected) <= 2 * relative(own, expected) + 2 * UNIT_ROUNDOFF[dtype]
 
 
 def test_a_document_changes_no_bit_of_another(gloo):

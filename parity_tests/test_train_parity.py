@@ -122,6 +122,20 @@ def test_steps_are_the_same_on_four_ranks_of_either_framework_and_on_one(gloo, t
         assert_close(weights(config), weights(one))
 
 
+@pytest.mark.exhaustive
+def test_steps_of_a_hybrid_are_the_same_in_both_frameworks(gloo, tmp_path: Path):
+    runs = []
+    for framework in ("torch", "jax"):
+        config = config_of(tmp_path, framework, 2, 5)
+        model = {name: config.model[name] for name in ("vocab", "dim", "heads", "kv_heads", "hidden", "param_dtype")}
+        mixers = ["gated_delta_net", "mamba2", "attention"]
+        config = replace(config, model=model | {"depth": 3, "mixers": mixers})
+        work(framework, gloo, config)
+        runs.append(config)
+    assert_close(*map(numbers, runs))
+    assert_close(*map(weights, runs))
+
+
 def on_two_ranks(folder: Path, name: str) -> Config:
     """Six steps on two ranks, on the rows of a file, with a checkpoint every other step and rates that rise, stay and fall."""
     config = config_of(folder, name, 2, 6)

@@ -50,6 +50,8 @@ from .variants.summary import sharded_summary_attention, summary_attention
 if TYPE_CHECKING:
     from .layers.attention import RingAttention
     from .layers.dilated import DilatedRingAttention
+    from .layers.gated_delta_net import GatedDeltaNet
+    from .layers.mamba2 import Mamba2
     from .layers.rotary import RotaryEmbedding
     from .layers.summary import SummaryAttention
     from .layers.transformer import RingTransformer
@@ -66,8 +68,10 @@ __all__ = [
     "CacheSizes",
     "Checkpoints",
     "DilatedRingAttention",
+    "GatedDeltaNet",
     "KVCache",
     "Llama3",
+    "Mamba2",
     "RingAttention",
     "RingPlan",
     "RingTransformer",
@@ -135,6 +139,8 @@ __all__ = [
 
 _NEEDS_FLAX = {
     "DilatedRingAttention": "layers.dilated",
+    "GatedDeltaNet": "layers.gated_delta_net",
+    "Mamba2": "layers.mamba2",
     "RingAttention": "layers.attention",
     "RotaryEmbedding": "layers.rotary",
     "SummaryAttention": "layers.summary",

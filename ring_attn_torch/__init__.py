@@ -34,6 +34,8 @@ from .inference.tree_attention import tree_attention_decode
 from .layers.attention import RingAttention
 from .layers.dilated import DilatedRingAttention
 from .layers.dilated_multihead import DilatedAttention
+from .layers.gated_delta_net import GatedDeltaNet
+from .layers.mamba2 import Mamba2
 from .layers.multihead import MultiheadAttention
 from .layers.rotary import RotaryEmbedding
 from .layers.summary import SummaryAttention
@@ -62,8 +64,10 @@ __all__ = [
     "Checkpoints",
     "DilatedAttention",
     "DilatedRingAttention",
+    "GatedDeltaNet",
     "KVCache",
     "Llama3",
+    "Mamba2",
     "MultiheadAttention",
     "RingAttention",
     "RingPlan",

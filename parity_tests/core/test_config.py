@@ -39,6 +39,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "param_dtype": "float32",
         "compute_dtype": "bfloat16",
     },
+    "mixers": {"mixers": ["mamba2", "gated_delta_net"]},
 }
 LARGE = ("vocab", "dim", "heads", "kv_heads", "head_dim", "hidden")
 

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -199,6 +199,8 @@ def test_a_rate_warms_up_and_takes_the_course_of_its_schedule(schedule: Schedule
 def test_operations_and_peaks_are_those_of_the_formula():
     config = Config(model={"depth": 3, "dim": 64, "heads": 4, "kv_heads": 1, "head_dim": 8}).transformer()
     assert arithmetic.flops_per_token(1000, 50, config) == 6 * 1000 + 3.5 * 2 * 50 * 4 * 8 * 3
+    hybrid = replace(config, mixers=["mamba2", "attention", "gated_delta_net"])
+    assert arithmetic.flops_per_token(1000, 50, hybrid) == 6 * 1000 + 3.5 * 2 * 50 * 4 * 8
     names = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756.5, "NVIDIA H200": 989.4, "NVIDIA A100-SXM4-80GB": 312.0}
     names |= {"NVIDIA L40S": 362.0, "NVIDIA L4": 121.0, "NVIDIA A10": 125.0, "NVIDIA B200": 2250.0}
     assert {name: arithmetic.peak(name) for name in names} == names
@@ -212,11 +214,16 @@ def test_buckets_end_at_halves_of_the_length():
 
 def test_first_weights_depend_on_name_and_seed():
     like = {"embed.weight": np.zeros((50, 64)), "a.weight": np.zeros((32, 256), np.float32), "norm.weight": np.zeros(4)}
-    like |= {"q.bias": np.ones(4), "sinks": np.ones(2)}
+    like |= {"q.bias": np.ones(4), "sinks": np.ones(2), "conv1d.weight": np.zeros((99, 1, 4))}
+    like |= {"a.A_log": np.zeros(3, np.float32), "a.dt_bias": np.zeros(3), "a.D": np.zeros(2)}
     found = arithmetic.first_weights(like, 3)
     assert abs(found["embed.weight"].std() / 0.02 - 1) < 0.05
     assert abs(found["a.weight"].std() * 16 - 1) < 0.05
-    assert found["a.weight"].dtype == np.float32
+    assert abs(found["conv1d.weight"].std() * 2 - 1) < 0.1
+    assert found["a.weight"].dtype == found["a.A_log"].dtype == np.float32
+    losses = 1 - np.exp(-np.exp(found["a.A_log"]) * np.log1p(np.exp(found["a.dt_bias"])))
+    np.testing.assert_allclose(losses, [0.001, 0.081, 0.798], atol=1e-3)
+    assert found["a.D"].tolist() == [1, 1]
     assert [found[name].tolist() for name in ("norm.weight", "q.bias", "sinks")] == [[1] * 4, [0] * 4, [0] * 2]
     alone = arithmetic.first_weights({"a.weight": like["a.weight"]}, 3)
     np.testing.assert_array_equal(alone["a.weight"], found["a.weight"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+Rows = Sequence[Sequence[int]]
+"""The lengths of each row's documents; all rows have equally many tokens."""
 LENGTH = 83
-DOCUMENTS = [[5, 1, 40, 2, 30, 5], [30, 3, 3, 44, 3]]
+DOCUMENTS: Rows = [[5, 1, 40, 2, 30, 5], [30, 3, 3, 44, 3]]
 """The documents of two rows: of 1 token, shorter than a convolution, and over three runs and more."""
 
 
@@ -23,13 +25,18 @@ class Problem:
     arrays: tuple[Tensor, ...]
     sharded: int
     begins: Tensor
-    """int [2, LENGTH]: the first position of each token's document."""
+    """int [rows, tokens]: the first position of each token's document."""
 
-    def reference(self) -> list[np.ndarray]:
-        """Return the result and the gradients, token by token."""
-        leaves = [x.clone().requires_grad_() for x in self.arrays]
+    def rounded(self, dtype: torch.dtype) -> list[Tensor]:
+        """Return the arrays of tokens in ``dtype``, and whole arrays, whose gradients ranks add, in at least float32."""
+        weights = torch.promote_types(dtype, torch.float32)
+        return [x.to(dtype if i < self.sharded else weights) for i, x in enumerate(self.arrays)]
+
+    def reference(self, dtype: torch.dtype = torch.float64) -> list[np.ndarray]:
+        """Return the result and the gradients, token by token, of arrays that are rounded to ``dtype``."""
+        leaves = [x.double().clone().requires_grad_() for x in self.rounded(dtype)]
         out = SEQUENTIAL[self.rule](*leaves, self.begins)
-        gradients = torch.autograd.grad((out * self.cotangent(out.shape)).sum(), leaves)
+        gradients = torch.autograd.grad((out * self.cotangent(out.shape).to(dtype).double()).sum(), leaves)
         return [x.detach().numpy() for x in (out, *gradients)]
 
     @staticmethod
@@ -52,15 +59,20 @@ def call(package: Any, rule: str, arrays: Any, **where: Any) -> Any:
     return package.state_space(x, dt, A, B, C, D=D, **where)
 
 
-def make(rule: str, documents: bool) -> Problem:
-    """Return a problem with slow decay, so that a lost state is a large error."""
+def ids_of(rows: Rows) -> Tensor:
+    """Return the document of each token, int [rows, tokens]."""
+    return torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in rows])
+
+
+def make(rule: str, documents: bool, rows: Rows = DOCUMENTS) -> Problem:
+    """Return a problem with slow decay, so that a lost state is a large error. ``documents``: rows are packed documents."""
     generator = torch.Generator().manual_seed(len(rule))
     normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
     uniform = lambda *shape: torch.rand(*shape, generator=generator, dtype=torch.float64)
-    tokens = 2, LENGTH
+    tokens = len(rows), sum(rows[0])
     begins = torch.zeros(tokens, dtype=torch.long)
     if documents:
-        starts = [[sum(row[:i]) for i, n in enumerate(row) for _ in range(n)] for row in DOCUMENTS]
+        starts = [[sum(row[:i]) for i, n in enumerate(row) for _ in range(n)] for row in rows]
         begins = torch.tensor(starts)
     if rule in ("gdn", "kda"):
         q, k = normal(*tokens, 1, 4), torch.nn.functional.normalize(normal(*tokens, 1, 4), dim=-1)

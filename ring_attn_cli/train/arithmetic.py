@@ -40,8 +40,12 @@ def peak(device: str) -> float | None:
 def flops_per_token(parameters: int, length: int, config: TransformerConfig, frozen: int = 0) -> float:
     """Return the FLOPs of forward and backward per token: ``6 N - 2 frozen + 7 length x heads x head_dim x layers``.
     A parameter takes 2 FLOPs in the forward and 4 (frozen: 2) in the backward; causal attention 2 x length x heads x head_dim per
-    layer, and 2.5 times that in the backward, which recomputes the scores. Activation checkpointing does not count."""
-    return 6 * parameters - 2 * frozen + 3.5 * 2 * length * config.heads * config.head_dim * config.depth
+    layer, and 2.5 times that in the backward, which recomputes the scores. Activation checkpointing does not count, and of
+    recurrent layers only the parameters."""
+    from ring_attn_core.model.mixers import recurrent_layers
+
+    layers = config.depth - len(recurrent_layers(config.mixers))
+    return 6 * parameters - 2 * frozen + 3.5 * 2 * length * config.heads * config.head_dim * layers
 
 
 def rates(optimizer: Optimizer, steps: int) -> list[float]:
@@ -66,14 +70,18 @@ def rates(optimizer: Optimizer, steps: int) -> list[float]:
 
 def first_weights(like: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
     """Draw a model's initial weights, seeded by name and ``seed``, the same in both frameworks; ``like`` gives shapes and dtypes.
-    Norms start at 1, biases and sinks at 0, others normal with std ``in^-0.5`` for matrices [out, in] and 0.02 for the
-    embedding."""
+    Norms and D start at 1, biases and sinks at 0, decays as ``first_decays``, others normal with std 0.02 for the embedding and
+    ``in^-0.5`` for matrices [out, in]; of a convolution, ``in`` is its number of taps."""
     import numpy as np
 
+    from ring_attn_core.model.mixers import first_decays
+
     def drawn(name: str, x: np.ndarray) -> np.ndarray:
+        if name.endswith(("A_log", "dt_bias")):
+            return np.asarray(first_decays(len(x))[name.rpartition(".")[2]], x.dtype)
         if x.ndim == 1:
             return np.zeros_like(x) if name.endswith(("bias", "sinks")) else np.ones_like(x)
-        deviation = 0.02 if name.startswith("embed") else x.shape[1] ** -0.5
+        deviation = 0.02 if name.startswith("embed") else math.prod(x.shape[1:]) ** -0.5
         return (deviation * _generator(name, seed).standard_normal(x.shape)).astype(x.dtype)
 
     return {name: drawn(name, x) for name, x in like.items()}

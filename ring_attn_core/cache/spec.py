@@ -41,6 +41,11 @@ class CacheSizes:
         """
         if isinstance(config, cls):
             return config
+        if any(name != "attention" for name in getattr(config, "mixers", None) or ()):
+            raise ValueError(
+                "a KVCache has no states, and this model has recurrent layers: make a cache for its attention layers by "
+                "CacheSizes(layers, kv_heads, head_dim), and keep the states yourself"
+            )
         try:
             return cls(config.depth, config.kv_heads, config.head_dim)
         except AttributeError as error:

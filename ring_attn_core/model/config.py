@@ -15,6 +15,7 @@ from .as_json import read_record, write_record
 from .checks import DEEPEST, check_dtype, check_eps, check_flags, check_scores, check_sizes, head_sizes
 from .chunks import check_chunk
 from .masks import layer_masks
+from .mixers import GatedDeltaNetConfig, Mamba2Config, check_mixers
 from .published import Published
 from .rotary import Rotary, check_rotary, layer_rotaries, rotary_of
 
@@ -88,7 +89,7 @@ class TransformerConfig(AttentionFields):
 
     It holds all arguments of a RingTransformer except ``rngs``, ``auto_shard``, ``activations``, and those that choose the ring
     and how attention runs on it. ``hidden=None`` becomes ``hidden_size(dim)``; other defaults are as in :class:`AttentionConfig`.
-    ``windows`` and ``rotaries``: one value per layer, or None. ``param_dtype``, ``compute_dtype``: names of dtypes;
+    ``windows``, ``rotaries`` and ``mixers``: one value per layer, or None. ``param_dtype``, ``compute_dtype``: names of dtypes;
     ``compute_dtype=None`` means ``param_dtype``. ``mlp_chunk``: the maximum number of a rank's tokens that the MLP computes at a
     time, None for all. ``published``: metadata of a Hugging Face config; the computation and ``==`` between configs ignore it.
     Raise ValueError if sizes do not fit together or a value is invalid.
@@ -101,6 +102,7 @@ class TransformerConfig(AttentionFields):
     hidden: int = None  # type: ignore[assignment]  # filled in below, an int from then on
     windows: Sequence[int | None] | None = None
     rotaries: Sequence[Rotary | float | None] | None = None
+    mixers: Sequence[str] | None = None
     mlp_bias: bool = False
     tied: bool = True
     compute_dtype: str | None = None
@@ -133,6 +135,8 @@ class TransformerConfig(AttentionFields):
             "rotary_base": rotary and rotary.base,
             "rotaries": layer_rotaries(self.rotaries, self.depth),
         }
+        for_layers = {"windows": filled["windows"], "rotaries": filled["rotaries"]}
+        filled["mixers"] = check_mixers(self.mixers, self.depth, self.mask, **for_layers)
         for name, value in filled.items():
             object.__setattr__(self, name, value)
         for mask, of_layer in dict.fromkeys(zip(masks, self._layer_rotaries(), strict=True)):
@@ -141,6 +145,17 @@ class TransformerConfig(AttentionFields):
     def attention(self, layer: int) -> AttentionConfig:
         """Return the attention config of layer ``layer``, counted from 0, with the mask and rotary embedding of this layer."""
         return self._attention(layer_masks(self.mask, self.windows, self.depth)[layer], self._layer_rotaries()[layer])
+
+    def mixer(self, layer: int) -> AttentionConfig | GatedDeltaNetConfig | Mamba2Config:
+        """Return the config of layer ``layer``. Recurrent layers have this model's heads and, for each, ``head_dim`` features; a
+        Mamba2 has twice as many, and a GatedDeltaNet has ``kv_heads`` heads of keys."""
+        name = "attention" if self.mixers is None else self.mixers[layer]
+        if name == "attention":
+            return self.attention(layer)
+        shared: dict[str, Any] = {x: getattr(self, x) for x in ("dim", "heads", "eps", "param_dtype")}
+        if name == "mamba2":
+            return Mamba2Config(**shared, head_dim=2 * self.head_dim)
+        return GatedDeltaNetConfig(**shared, key_heads=self.kv_heads, key_dim=self.head_dim, value_dim=self.head_dim)
 
     def _layer_rotaries(self) -> Sequence[Rotary | None]:
         rotaries = layer_rotaries(self.rotaries, self.depth)

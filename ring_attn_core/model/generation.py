@@ -17,6 +17,7 @@ from ..layouts import padded_local
 from ..sampling import Sampling
 from ..validation import in_words, is_integer
 from .config import TransformerConfig
+from .mixers import refuse_mixers
 
 SLOTS = 64
 """A call's cache has a multiple of this many slots per rank, so that calls of similar length share a compiled step."""
@@ -159,6 +160,8 @@ def check_functions(on_token: Any, progress: Any) -> None:
 @lru_cache(maxsize=64)
 def windows_of(config: TransformerConfig) -> tuple[int | None, ...]:
     """Return each layer's window: the number of earlier tokens that a query sees, or None if it sees all of them."""
+    remedy = "call the model on all tokens so far for each new one, or make a model without mixers"
+    refuse_mixers("tokens are generated from a cache of keys and values, which has no states", config.mixers, remedy)
     masks = [config.attention(layer).mask for layer in range(config.depth)]
     for layer, mask in enumerate(masks):
         if mask.lo != 0 or (mask.hi is not None and mask.hi < 0):

@@ -281,7 +281,7 @@ def _checked_windows(config: TransformerConfig) -> list[int | None]:
     layers = [config.attention(layer) for layer in range(config.depth)]
     refused = [name for name in ("softcap", "sinks", "alibi") if getattr(config, name)]
     refused += ["mask"] * any(x.mask.lo != 0 for x in layers) + ["rotaries"] * any(x.rotary != config.rotary for x in layers)
-    refused += ["rotary_base=None"] * (config.rotary is None)
+    refused += ["rotary_base=None"] * (config.rotary is None) + ["mixers"] * (config.mixers is not None)
     if not isinstance(scaling := config.rotary and config.rotary.scaling, Linear | Llama3 | YaRN | None):
         refused.append(f"the scaling {type(scaling).__name__}")
     if refused:

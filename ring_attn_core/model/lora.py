@@ -19,6 +19,7 @@ from ..problem.checks import check_number
 from ..validation import in_words
 from .checks import check_sizes
 from .config import TransformerConfig
+from .mixers import refuse_mixers
 from .weight_names import INSIDE, llama_name
 from .weight_saving import replacing
 
@@ -63,6 +64,9 @@ class LoRA:
 
     def check(self, config: TransformerConfig) -> None:
         """Raise ValueError if the rank exceeds the input or output width of a target projection in a model with this config."""
+        remedy = "leave q, k, v and o out of lora.targets"
+        if {*self.targets} & {*"qkvo"}:
+            refuse_mixers("adapters of attention's projections are in every layer", config.mixers, remedy)
         for name in self.targets:
             inputs, outputs = widths(config)[name]
             if self.rank > min(inputs, outputs):

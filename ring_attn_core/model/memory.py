@@ -18,6 +18,7 @@ from typing import NamedTuple
 from .activations import check_activations
 from .checks import LARGEST, check_sizes
 from .config import TransformerConfig
+from .mixers import refuse_mixers
 
 GIB = 2**30
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -137,6 +138,7 @@ def compute_bytes(config: TransformerConfig) -> int:
 
 def peak_memory(config: TransformerConfig, training: Training) -> StepMemory:
     """Return the memory that a training step takes on each GPU, and on the host for each GPU."""
+    refuse_mixers("memory is computed of attention layers", config.mixers, "measure a step of this model instead")
     tokens, depth = training.tokens, config.depth
     kept, saved = block_kept(config, tokens), block_saved(config, tokens, training.mlp_chunk)
     stays, host = _weights(config, training), ()

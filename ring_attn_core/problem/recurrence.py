@@ -21,11 +21,7 @@ def order_of(layout: Any, ranks: int, seq_local: int | None, length: Any, docume
     ``seq_local``: tokens of a shard, or None: the fewest that hold ``length``. ``documents``: extents were passed. Without them
     a balanced layout's sequence is one document.
     """
-    if layout == "striped" and ranks > 1:
-        raise ValueError(
-            "a recurrence needs runs of consecutive tokens, and the layout striped gives each token's predecessor to another "
-            'rank: shard with layout="zigzag", "contiguous" or "balanced"'
-        )
+    refuse_striped(layout, ranks)
     length = plain_length(length, layout, ranks)
     if seq_local is not None:
         tokens = seq_local
@@ -37,6 +33,15 @@ def order_of(layout: Any, ranks: int, seq_local: int | None, length: Any, docume
         RingPlan(layout, causal(), ranks, tokens) if length is None else RingPlan(layout, causal(), ranks, tokens, length=length)
     )
     return run_order(plan, documents)
+
+
+def refuse_striped(layout: Any, ranks: int) -> None:
+    """Raise ValueError if the layout separates consecutive tokens."""
+    if layout == "striped" and ranks > 1:
+        raise ValueError(
+            "a recurrence needs runs of consecutive tokens, and the layout striped gives each token's predecessor to another "
+            'rank: shard with layout="zigzag", "contiguous" or "balanced"'
+        )
 
 
 def check_width(width: Any) -> None:

@@ -1,4 +1,4 @@
-"""A block of a transformer: attention and an MLP, each after a norm."""
+"""A block of a transformer: a mixer of tokens, usually attention, and an MLP, each after a norm."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from flax import nnx
 
+from ring_attn_core.model.config import AttentionConfig, TransformerConfig
+from ring_attn_core.model.mixers import Mamba2Config
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 
 from ..call.traced import TracedLayout
@@ -15,7 +17,12 @@ from ..sharded import ShardedAxes
 from .activations import Caller
 from .attention import RingAttention
 from .chunks import in_chunks
+from .gated_delta_net import GatedDeltaNet
+from .mamba2 import Mamba2
 from .parts import LinearMap, RMSNorm
+from .ring import LayerRing
+
+Mixer = RingAttention | GatedDeltaNet | Mamba2
 
 
 class SwiGLU(nnx.Module):
@@ -54,11 +61,12 @@ class SwiGLU(nnx.Module):
 class Block(nnx.Module):
     """A pre-norm transformer block: ``x += attention(norm(x)); x += mlp(norm(x))``.
 
-    ``hidden``: features inside the MLP. ``mlp_chunk``: the most tokens that the MLP computes at a time; None for all.
+    ``attention``: a RingAttention, or a recurrent layer in its place. ``hidden``: features inside the MLP. ``mlp_chunk``: the
+    most tokens that the MLP computes at a time; None for all.
     """
 
     def __init__(
-        self, attention: RingAttention, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False, *, rngs: nnx.Rngs
+        self, attention: Mixer, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False, *, rngs: nnx.Rngs
     ) -> None:
         dim, eps, dtype = attention.config.dim, attention.config.eps, attention.config.param_dtype
         self.attention_norm = RMSNorm(dim, eps, dtype)
@@ -87,9 +95,23 @@ class Block(nnx.Module):
         dropout: dict[str, Any] = {"dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
         if call is not None:
             return call(lambda block, x: block(x, positions, length, **masks, **dropout), self, x)
-        return self.through(x, lambda x: self.attention(x, positions, length, **masks, **dropout))
+        mixer = self.attention
+        if isinstance(mixer, GatedDeltaNet | Mamba2):
+            return self.through(x, lambda x: mixer(x, length, extents=extents, layout=layout))
+        return self.through(x, lambda x: mixer(x, positions, length, **masks, **dropout))
 
     def through(self, x: jax.Array, attend: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Return the block's output for x [b s dim]. ``attend``: a function of the normed x that replaces the attention layer."""
         x = x + attend(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
+
+
+def mixer_of(config: TransformerConfig, layer: int, ring: LayerRing, rngs: nnx.Rngs) -> Mixer:
+    """Make the mixer of layer ``layer`` of a model."""
+    sizes = config.mixer(layer)
+    if isinstance(sizes, AttentionConfig):
+        return RingAttention(**sizes.arguments, **vars(ring), rngs=rngs)
+    kind = Mamba2 if isinstance(sizes, Mamba2Config) else GatedDeltaNet
+    return kind(
+        **vars(sizes), layout=ring.layout, axis_name=ring.axis_name, mesh=ring.mesh, batch_axes=ring.batch_axes, rngs=rngs
+    )

@@ -37,17 +37,20 @@ class LinearMap(nnx.Linear):
 
 
 class RMSNorm(nnx.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467, equation 4), in at least float32."""
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467, equation 4), in at least float32.
+    ``groups``: the mean is over each of as many equal parts of it."""
 
-    def __init__(self, dim: int, eps: float = 1e-6, param_dtype: str = "float32") -> None:
+    def __init__(self, dim: int, eps: float = 1e-6, param_dtype: str = "float32", groups: int = 1) -> None:
         self.weight = nnx.Param(jnp.ones(dim, jnp.dtype(param_dtype)))
-        self.eps = eps
+        self.eps, self.groups = eps, groups
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(accumulation_dtype(x.dtype))
+        if self.groups > 1:
+            wide = wide.reshape(*x.shape[:-1], self.groups, -1)
         scale = lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
         weight = self.weight[...].astype(x.dtype).astype(wide.dtype)
-        return (wide * scale * along_last(weight, wide)).astype(x.dtype)
+        return ((wide * scale).reshape(x.shape) * along_last(weight, x)).astype(x.dtype)
 
 
 def dtype_name(dtype: Any) -> str:

@@ -17,15 +17,15 @@ from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.constructor import extract, takes
 from ring_attn_core.model.generation import OnToken, Progress
 from ring_attn_core.model.masks import layer_offset
+from ring_attn_core.model.mixers import check_mixers_call
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 
-from ..axes import sharded_like
+from ..axes import ring_size, sharded_like
 from ..call.traced import TracedLayout
 from ..inference.generate import generated
 from .activations import caller
-from .attention import RingAttention
 from .auto_shard import ShardedRows, check_alone
-from .block import Block
+from .block import Block, mixer_of
 from .layout_check import check_layout
 from .parts import LinearMap, RMSNorm, dtype_name, look_up, product, resharded
 from .ring import LayerArguments, LayerRing
@@ -75,8 +75,10 @@ class RingTransformer(nnx.Module):
 
     ``windows``: one value per layer. The layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``, or all of
     ``mask`` for None. ``rotaries``: one value per layer in place of ``rotary``: a Rotary, a base, or None for a layer without
-    rotary embedding. ``eps``: the epsilon of all norms, 1e-5 in Llama 3. The field ``config`` holds the model's sizes and options
-    as one record; :meth:`from_config` makes a model of the same sizes and options from this record.
+    rotary embedding. ``mixers``: one value per layer, "attention", "gated_delta_net" or "mamba2": a :class:`GatedDeltaNet` or
+    :class:`Mamba2` takes the place of attention, with ``extents`` as its documents. Such a model refuses ``key_mask``,
+    ``key_extents``, striped shards, and :meth:`generate`. ``eps``: the epsilon of all norms, 1e-5 in Llama 3. The field
+    ``config`` holds the model's sizes and options as one record; :meth:`from_config` makes a model of them from this record.
 
     ``auto_shard``, with ``mesh``: a call takes global sequences in natural order, ``model(ids, mask=None)``, and returns global
     logits.
@@ -103,8 +105,7 @@ class RingTransformer(nnx.Module):
         self.compute_dtype = None if config.compute_dtype is None else jnp.dtype(config.compute_dtype)
         init, kept = nnx.initializers.normal(0.02), jnp.dtype(config.param_dtype)
         self.embed = nnx.Embed(config.vocab, config.dim, embedding_init=init, param_dtype=kept, rngs=rngs)
-        arguments_of = lambda layer: config.attention(layer).arguments | vars(self.ring)
-        layers = (RingAttention(**arguments_of(layer), rngs=rngs) for layer in range(config.depth))
+        layers = (mixer_of(config, layer, self.ring, rngs=rngs) for layer in range(config.depth))
         self.blocks = nnx.List(Block(each, config.hidden, config.mlp_chunk, config.mlp_bias, rngs=rngs) for each in layers)
         self.norm = RMSNorm(config.dim, config.eps, config.param_dtype)
         self.head = None if config.tied else LinearMap(config.dim, config.vocab, False, config.param_dtype, rngs=rngs)
@@ -154,6 +155,9 @@ class RingTransformer(nnx.Module):
         self.ring.check_axis(self)
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
         masks |= {"longest_path": longest_path, "layout": layout}
+        refused = {"key_extents": key_extents, "key_mask": key_mask, "longest_path": longest_path, "mask": mask}
+        ranks = ring_size(self.ring.axis_name) if self.ring.mesh is None else self.ring.mesh.shape[self.ring.axis_name]
+        check_mixers_call(self.config.mixers, layout or self.ring.layout, ranks, **refused)
         check_alone(self.auto_shard, mask, positions=positions, length=length, **masks)
         rows = ShardedRows.of(ids, mask, self.ring) if self.auto_shard else None
         if rows is not None:

@@ -1,4 +1,4 @@
-"""A block of a transformer: attention and an MLP, each after a norm."""
+"""A block of a transformer: a mixer of tokens, usually attention, and an MLP, each after a norm."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ring_attn_core.model.config import AttentionConfig, TransformerConfig
+from ring_attn_core.model.mixers import Mamba2Config
 from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 
 from .activations import Caller
 from .attention import RingAttention
 from .chunks import in_chunks
+from .gated_delta_net import GatedDeltaNet
+from .mamba2 import Mamba2
 from .parts import LinearMap, RMSNorm
 from .projections import Attend
+from .ring import LayerRing
 from .rotary import Turns, shares_turns, turns_at
+
+Mixer = RingAttention | GatedDeltaNet | Mamba2
 
 
 class SwiGLU(nn.Module):
@@ -39,10 +46,10 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: ``x += attention(norm(x)); x += mlp(norm(x))``. ``mlp_chunk``: the maximum number of tokens
-    that the MLP computes at a time; None for all."""
+    """A pre-norm transformer block: ``x += attention(norm(x)); x += mlp(norm(x))``. ``attention``: a RingAttention, or a
+    recurrent layer in its place. ``mlp_chunk``: the maximum number of tokens that the MLP computes at a time; None for all."""
 
-    def __init__(self, attention: RingAttention, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False) -> None:
+    def __init__(self, attention: Mixer, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False) -> None:
         super().__init__()
         dim, eps, dtype = attention.config.dim, attention.config.eps, attention.config.param_dtype
         self.attention_norm = RMSNorm(dim, eps, dtype)
@@ -73,7 +80,10 @@ class Block(nn.Module):
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
         masks |= {"longest_path": longest_path, "layout": layout}
         dropout: dict[str, Any] = {"dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
-        return self.through(x, lambda x: self.attention(x, positions, length, **masks, **dropout))
+        mixer = self.attention
+        if isinstance(mixer, GatedDeltaNet | Mamba2):
+            return self.through(x, lambda x: mixer(x, length, extents=extents, layout=layout))
+        return self.through(x, lambda x: mixer(x, positions, length, **masks, **dropout))
 
     def through(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the block's output for x [b s dim]. ``attend``: a function of the normed x that replaces the attention layer."""
@@ -86,6 +96,7 @@ class Block(nn.Module):
         ``turns``: those of earlier blocks at ``positions``, extended by the block's own. Computing turns takes a few dozen
         kernels, about the time of a short product.
         """
+        assert isinstance(self.attention, RingAttention), "a model with recurrent layers has no cache"
         embedding = self.attention.rotary
         if shares_turns(embedding) and embedding.rotary not in turns:
             turns[embedding.rotary] = turns_at(positions, embedding, x.dtype)
@@ -97,3 +108,12 @@ class Block(nn.Module):
         names = "extents", "key_extents", "key_mask", "longest_path", "layout", "dropout_seed", "dropout_offset"
         named: dict[str, Any] = dict(zip(names, arrays, strict=True))
         return self.forward(x, positions, length, **named)
+
+
+def mixer_of(config: TransformerConfig, layer: int, ring: LayerRing) -> Mixer:
+    """Make the mixer of layer ``layer`` of a model."""
+    sizes = config.mixer(layer)
+    if isinstance(sizes, AttentionConfig):
+        return RingAttention(**sizes.arguments, **vars(ring))
+    kind = Mamba2 if isinstance(sizes, Mamba2Config) else GatedDeltaNet
+    return kind(**vars(sizes), layout=ring.layout, group=ring.group)

@@ -31,12 +31,16 @@ class LinearMap(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467, equation 4), in at least float32."""
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467, equation 4), in at least float32.
+    ``groups``: the mean is over each of as many equal parts of it."""
 
-    def __init__(self, dim: int, eps: float = 1e-6, param_dtype: str = "float32") -> None:
+    def __init__(self, dim: int, eps: float = 1e-6, param_dtype: str = "float32", groups: int = 1) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim, dtype=getattr(torch, param_dtype)))
-        self.eps = eps
+        self.eps, self.groups = eps, groups
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.groups > 1:
+            parts = x.unflatten(-1, (self.groups, -1))
+            return F.rms_norm(parts, parts.shape[-1:], None, self.eps).flatten(-2) * self.weight.to(x.dtype)
         return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)

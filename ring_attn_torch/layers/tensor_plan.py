@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ring_attn_core.model.mixers import refuse_mixers
+
 from .transformer import RingTransformer
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ def tensor_plan(model: RingTransformer) -> dict[str, ParallelStyle]:
     :func:`sum_gradients`. Apply FSDP2 (``fully_shard``) afterwards, over the other axes. ``parallelize_module`` raises ValueError
     if the number of ranks does not divide ``heads`` and ``kv_heads``.
     """
+    refuse_mixers("tensor_plan splits the heads of attention", model.config.mixers, "shard its weights with FSDP2 instead")
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 

@@ -16,6 +16,7 @@ from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.constructor import extract, takes
 from ring_attn_core.model.generation import OnToken, Progress
 from ring_attn_core.model.masks import layer_offset
+from ring_attn_core.model.mixers import check_mixers_call
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 
 from ..call.autograd import eager_only
@@ -23,9 +24,8 @@ from ..inference.generate import generated
 from ..ring.agreement import same_error
 from ..ring.groups import local, ring_of
 from .activations import caller
-from .attention import RingAttention
 from .auto_shard import ShardedRows, check_alone
-from .block import Block
+from .block import Block, mixer_of
 from .layout_check import agree_on_places
 from .parts import LinearMap, RMSNorm, dtype_name
 from .ring import LayerArguments, LayerRing
@@ -75,8 +75,10 @@ class RingTransformer(nn.Module):
 
     ``windows``: one value per layer. The layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``, or all of
     ``mask`` for None. ``rotaries``: one value per layer in place of ``rotary``: a Rotary, a base, or None for a layer without
-    rotary embedding. ``eps``: the epsilon of all norms, 1e-5 in Llama 3. The field ``config`` holds the model's sizes and options
-    as one record; :meth:`from_config` makes a model of the same sizes and options from this record.
+    rotary embedding. ``mixers``: one value per layer, "attention", "gated_delta_net" or "mamba2": a :class:`GatedDeltaNet` or
+    :class:`Mamba2` takes the place of attention, with ``extents`` as its documents. Such a model refuses ``key_mask``,
+    ``key_extents``, striped shards, and :meth:`generate`. ``eps``: the epsilon of all norms, 1e-5 in Llama 3. The field
+    ``config`` holds the model's sizes and options as one record; :meth:`from_config` makes a model of them from this record.
 
     ``auto_shard``: a call takes global sequences in natural order, ``model(ids, mask=None)``, and returns the global logits of
     the rows that this rank passed. Ranks may pass different numbers of rows. If all pass the same rows, each is computed once.
@@ -101,7 +103,7 @@ class RingTransformer(nn.Module):
         self.compute_dtype = None if config.compute_dtype is None else getattr(torch, config.compute_dtype)
         self.embed = nn.Embedding(config.vocab, config.dim, dtype=getattr(torch, config.param_dtype))
         nn.init.normal_(self.embed.weight, std=0.02)
-        layers = (RingAttention(**config.attention(layer).arguments, **vars(self.ring)) for layer in range(config.depth))
+        layers = (mixer_of(config, layer, self.ring) for layer in range(config.depth))
         self.blocks = nn.ModuleList(Block(each, config.hidden, config.mlp_chunk, config.mlp_bias) for each in layers)
         self.norm = RMSNorm(config.dim, config.eps, config.param_dtype)
         self.head = None if config.tied else LinearMap(config.dim, config.vocab, False, config.param_dtype)
@@ -152,6 +154,9 @@ class RingTransformer(nn.Module):
         """
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
         masks |= {"longest_path": longest_path, "layout": layout}
+        with same_error(ring_of(self.ring.group)):
+            refused = {"key_extents": key_extents, "key_mask": key_mask, "longest_path": longest_path, "mask": mask}
+            check_mixers_call(self.config.mixers, layout or self.ring.layout, self.ring.ranks, **refused)
         check_alone(self.auto_shard, mask, positions=positions, length=length, **masks)
         rows = ShardedRows.of(ids, mask, self.ring) if self.auto_shard else None
         if rows is not None:

@@ -1,0 +1,71 @@
+"""The parts that GatedDeltaNet and Mamba2 share: constructor arguments, the convolution's weights and the decay's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ring_attn_core.model.constructor import extract
+from ring_attn_core.model.mixers import first_decays
+from ring_attn_core.plan.balanced_layout import BalancedLayout
+
+from ..attend.tiles import accumulation_dtype
+from ..call.prepare import dtype_name
+from ..ring.agreement import same_error
+from ..ring.groups import ring_of
+from .ring import LayerRing
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentArguments(LayerRing):
+    """The constructor arguments of both layers: ``dim`` and ``heads`` by position, a dtype in place of its name, the ring."""
+
+    dim: int = field(kw_only=False)
+    heads: int = field(kw_only=False)
+    param_dtype: torch.dtype | str = "float32"
+    strategy: str = field(default="auto", init=False)
+    backend: str = field(default="auto", init=False)
+    deterministic: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "param_dtype", dtype_name(self.param_dtype))
+
+
+class Recurrent(nn.Module):
+    """The base of both layers: the ring, and the parameters ``conv1d``, ``dt_bias`` and ``A_log``."""
+
+    def __init__(self, arguments: RecurrentArguments, config: Any, conv_bias: bool) -> None:
+        super().__init__()
+        self.config, self.ring = config, extract(LayerRing, arguments)
+        self.conv1d = Taps(sum(config.parts), config.taps, conv_bias, config.param_dtype)
+        wide = accumulation_dtype(getattr(torch, config.param_dtype))
+        decays = {name: nn.Parameter(torch.tensor(x, dtype=wide)) for name, x in first_decays(config.heads).items()}
+        self.dt_bias, self.A_log = decays["dt_bias"], decays["A_log"]
+
+    def check(self, x: Tensor) -> None:
+        """Raise ValueError if x is not [batch, tokens, dim]."""
+        if x.ndim != 3 or x.shape[-1] != self.config.dim:
+            with same_error(ring_of(self.ring.group)):
+                raise ValueError(f"x must be [batch, tokens, {self.config.dim}], got {list(x.shape)}")
+
+    def where(self, length: int | None, extents: Tensor | None, layout: BalancedLayout | None) -> dict[str, Any]:
+        """Return the keywords of a call on shards."""
+        return {"group": self.ring.group, "layout": layout or self.ring.layout, "length": length, "extents": extents}
+
+
+class Taps(nn.Module):
+    """The weights of a convolution of each channel alone, as torch.nn.Conv1d holds them: ``weight`` [channels, 1, taps], and
+    ``bias`` or None. The weight is drawn from a normal distribution with standard deviation ``taps ** -0.5``."""
+
+    def __init__(self, channels: int, taps: int, bias: bool, param_dtype: str) -> None:
+        super().__init__()
+        dtype = getattr(torch, param_dtype)
+        self.weight = nn.Parameter(taps**-0.5 * torch.randn(channels, 1, taps, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(channels, dtype=dtype)) if bias else None
+
+    def like(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return weight [channels, taps] and bias in x's dtype."""
+        return self.weight[:, 0].to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
