@@ -36,7 +36,7 @@ class _Fold(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, b: Tensor, order: RunOrder, name: str, matrix: bool) -> Tensor:
         ring, runs = group_of(name), b.shape[1]
         rank, split = rank_in(ring), splits_heads(order.ranks, b.shape[2])
-        sent = torch.tensor(order.sent[rank], device=b.device)
+        sent = torch.tensor(order.sent[rank], dtype=torch.long, device=b.device)
         maps = take(torch.cat([a.flatten(3), b.flatten(3)], -1), sent)
         ga, gb = _spread(maps, ring, split).split([a.shape[3:].numel(), b.shape[3:].numel()], -1)
         ga, gb = ga.unflatten(-1, a.shape[3:]), gb.unflatten(-1, b.shape[3:])
