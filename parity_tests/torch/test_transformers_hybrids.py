@@ -1,7 +1,8 @@
-"""Hybrid models of transformers over a ring: loss and every gradient are those of one process, of packed documents each by itself."""
+"""Hybrid models of transformers over a ring have the loss and gradients of one process, of packed documents each by itself."""
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from ring_attn_torch import sum_gradients
 
 from . import hugging_face
 from .hugging_face import DOCUMENTS, HEADS, SMALL, STARTS, in_float64, without_cache
+from .test_transformers_refusals import message_of
 
 LOSS, GRADIENT = 1e-13, 1e-12
 """The largest relative errors in float64."""
@@ -161,7 +163,8 @@ def compare(got: Outcome, case: Case) -> None:
 
 
 FEW = [Case("qwen3_next", "packed"), Case("nemotron_h", "padded", "contiguous"), Case("jamba", layout="balanced")]
-FEW += [Case("kimi_linear", "packed", "contiguous"), Case("lfm2", "holes"), Case("falcon_h1", "packed", checkpointed=True)]
+FEW += [Case("kimi_linear", "packed", "contiguous"), Case("lfm2", "holes"), Case("granite4", "packed", "balanced")]
+FEW += [Case("falcon_h1", "packed", checkpointed=True)]
 
 
 @pytest.mark.slow
@@ -185,3 +188,68 @@ def test_loss_and_gradients_of_every_family_are_those_of_one_process(four: Any, 
     for outcomes in four(ranks, over_a_ring, cases):
         for case, got in zip(cases, outcomes, strict=True):
             compare(got, case)
+
+
+LINEAR = {name: {"layer_types": ["linear_attention"] * 2} for name in ("qwen3_next", "kimi_linear", "granite4")}
+LINEAR |= {"lfm2": {"layer_types": ["conv"] * 2}, "mamba2": {}, "mamba": {}}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_one_rank_has_the_bits_of_transformers_own_call(name: str):
+    model, given = make(name, **LINEAR[name]).float(), {"input_ids": batch("plain")["input_ids"]}
+    padded = {**given, "attention_mask": batch("padded")["attention_mask"]}
+    want = [model(**each, use_cache=False).logits for each in (given, padded)]
+    for layout in ("striped", *LAYOUTS):
+        with hf.sequence_parallel(model, layout=layout):
+            got = [model(**each).logits for each in (given, padded)]
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True)), layout
+    assert torch.equal(model(**given, use_cache=False).logits, want[0])
+
+
+@pytest.mark.parametrize("name", ["mamba2", "mamba"])
+def test_fused_functions_do_not_run_in_a_call_with_documents(name: str, monkeypatch: pytest.MonkeyPatch):
+    model, kept = make(name), {"input_ids", "position_ids"}
+    modeling = sys.modules[type(model).__module__]
+    fused = "mamba2_split_conv1d_scan_combined" if name == "mamba2" else "mamba_inner_fn"
+    monkeypatch.setattr(modeling, fused, lambda *_, **__: pytest.fail("it mixes documents"))
+    with hf.sequence_parallel(model):
+        model(**{key: x for key, x in batch("packed").items() if key in kept})
+
+
+@pytest.mark.slow
+def test_layouts_and_calls_that_states_do_not_support_are_refused_on_every_rank(four: Any):
+    for striped, cached, generated, tree, outside in four(2, refused):
+        assert "Qwen3NextForCausalLM has linear layers (model.layers.0.linear_attn for one), whose state goes" in striped
+        assert "keeps no cache over a ring, for the states of its linear layers are on the rank that has the last" in cached
+        assert "keeps no cache over a ring, for the states" in generated
+        assert "whose state would branch with the tree: pass a row or a document for each path" in tree
+        assert "Qwen3NextGatedDeltaNet runs inside sequence_parallel, outside of a call of its model" in outside
+
+
+def refused(group: Any) -> list[str]:
+    model, ids = make("qwen3_next"), batch("plain")["input_ids"]
+    messages = [message_of(lambda: hf.sequence_parallel(model, group, "striped").__enter__())]
+    with hf.sequence_parallel(model, group), torch.no_grad():
+        messages.append(message_of(lambda: model(ids, use_cache=True)))
+        messages.append(message_of(lambda: model.generate(ids, max_new_tokens=2)))
+        messages.append(message_of(lambda: model(ids, tree=([[-1], [-1]], [[26], [26]]), shift_labels=ids)))
+        messages.append(message_of(lambda: model.model.layers[0].linear_attn(torch.ones(2, 4, 32, dtype=torch.float64))))
+    return messages
+
+
+def test_a_mixer_is_known_by_its_code_and_not_by_its_class():
+    class Renamed(transformers.models.lfm2.modeling_lfm2.Lfm2ShortConv):
+        pass
+
+    model = make("lfm2")
+    config = model.config
+    model.model.layers[0].conv = Renamed(config, 0)
+    hf.enable(model)
+
+    class Own(Renamed):
+        def forward(self, hidden_states: Any, **_: Any) -> Any:
+            return self.conv(hidden_states.mT)[..., : hidden_states.shape[1]].mT
+
+    model.model.layers[0].conv = Own(config, 0)
+    with pytest.raises(ValueError, match=r"Lfm2ForCausalLM mixes tokens by Conv1d \(model.layers.0.conv.conv for one\)"):
+        hf.enable(model)

@@ -26,7 +26,7 @@ from ring_attn_core import masks
 from ..call.prepare import under_autocast
 from ..call.signature import ring_attention
 from ..layers.offload import OffloadedTensors, offloaded
-from ..layers.recompute import Function, recomputed
+from ..layers.recompute import recomputed
 from ..ring.groups import ring_of
 from .cache import CachedCall
 from .masks import NAME, CallRing, LayerMask, NoWindow, check_alone, running
@@ -225,14 +225,10 @@ class Checkpointing:
         self.layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
         self.before: dict[nn.Module, Any] = {}
         self.host = OffloadedTensors()
-
-        def recomputing(function: Function, *inputs: object) -> Tensor:
-            return recomputed(in_this_call(function), *inputs)
-
-        def offloading(function: Function, x: Tensor, *shared: object) -> Tensor:
-            return offloaded(self.host, in_this_call(function), x, *shared)
-
-        self.ours = (recomputing, offloading)
+        self.ours: tuple[Any, Any] = (
+            lambda function, *inputs: recomputed(in_this_call(function), *inputs),
+            lambda function, x, *shared: offloaded(self.host, in_this_call(function), x, *shared),
+        )
 
     def keep_attention(self) -> None:
         """Make checkpointed layers save (out, lse), so that the backward runs no forward of the ring. Run it before each call of

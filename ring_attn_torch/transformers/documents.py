@@ -213,8 +213,8 @@ def check_tree(call: CallArguments) -> None:
         raise ValueError("tree is for training, and use_cache=True for text: serve prompts that share a prefix by KVCache.fork")
     if linear := mixers(call.model):
         raise ValueError(
-            f"{call.name} has linear layers ({next(iter(linear))} for one), whose state would have to branch with the tree: pass a "
-            "row or a document for each path, and leave tree out"
+            f"{call.name} has linear layers ({next(iter(linear))} for one), whose state would branch with the tree: pass a row "
+            "or a document for each path, and leave tree out"
         )
     if not own_positions(call.model):
         raise ValueError(

@@ -1,8 +1,8 @@
 """The mixers of hybrid models, linear recurrences and short convolutions, over the ring.
 
-From transformers 5.15 on every such mixer calls functions of its modeling module by the same names. ``take_over_mixers`` replaces them: in a
-call on shards they run ``ring_attn_torch.recurrence``, elsewhere the originals. Projections, norms and gates stay transformers' own.
-A mixer is found by the code of its forward, not by the name of its class.
+From transformers 5.15 on every such mixer calls functions of its modeling module by the same names. ``take_over_mixers`` replaces
+them: in a call on shards they run ``ring_attn_torch.recurrence``, elsewhere the originals. Projections, norms and gates stay
+transformers' own. A mixer is found by the code of its forward, not by the name of its class.
 """
 
 from __future__ import annotations
@@ -36,12 +36,8 @@ CACHED = {"initial_state", "initial_states", "output_final_state", "return_final
 
 
 def mixers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of ``model`` that run over a ring as mixers, by name. A convolution without such a function is not one."""
-    inline = lambda module: any(isinstance(part, nn.Conv1d) for part in module.children())
-    found = {name: (module, functions_of(module)) for name, module in model.named_modules()}
-    return {
-        name: module for name, (module, names) in found.items() if names and ("causal_conv1d_fn" in names or not inline(module))
-    }
+    """Return the modules of ``model`` that call one of ``FUNCTIONS``, by name."""
+    return {name: module for name, module in model.named_modules() if functions_of(module)}
 
 
 def functions_of(module: nn.Module) -> set[str]:
@@ -57,8 +53,8 @@ def older_release() -> str:
     if Version(transformers.__version__) >= OLDEST_HYBRIDS:
         return ""
     return (
-        f". Hybrid models run from transformers {OLDEST_HYBRIDS} on, whose mixers call functions that a ring can replace, and this is "
-        f'{transformers.__version__}: pip install "transformers>={OLDEST_HYBRIDS}"'
+        f". Hybrid models run from transformers {OLDEST_HYBRIDS} on, whose mixers call functions that a ring can replace, and "
+        f'this is {transformers.__version__}: pip install "transformers>={OLDEST_HYBRIDS}"'
     )
 
 
@@ -66,8 +62,8 @@ def check_mixers(model: nn.Module, ring: CallRing) -> None:
     """Raise ValueError if a hybrid model cannot run in the ring's layout."""
     if ring.layout == "striped" and ring.ranks > 1 and (found := mixers(model)):
         raise ValueError(
-            f"{type(model).__name__} has linear layers ({next(iter(found))} for one), whose state goes from token to token, and the "
-            'layout striped gives each token\'s predecessor to another rank: pass layout="zigzag", "contiguous" or "balanced"'
+            f"{type(model).__name__} has linear layers ({next(iter(found))} for one), whose state goes from token to token, and "
+            'striped gives each token\'s predecessor to another rank: pass layout="zigzag", "contiguous" or "balanced"'
         )
 
 
@@ -87,13 +83,13 @@ def check_called(mixer: nn.Module, *_: Any) -> None:
     """Raise ValueError if a mixer runs outside of a call of its model: it would compute a shard by itself."""
     if running() is None:
         raise ValueError(
-            f"{type(mixer).__name__} runs inside sequence_parallel, outside of a call of its model, as when another tool's activation "
-            "checkpointing recomputes it: use that of transformers, model.gradient_checkpointing_enable(), and call the whole model"
+            f"{type(mixer).__name__} runs inside sequence_parallel, outside of a call of its model, as when activation "
+            "checkpointing of another library recomputes it: use model.gradient_checkpointing_enable(), and call the whole model"
         )
 
 
 def in_this_call(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``function`` of a layer, which activation checkpointing recomputes after the call, with this call as the running one."""
+    """Return a layer's ``function`` that runs in this call, also when activation checkpointing recomputes it after the call."""
     call = running()
     if call is None or torch.compiler.is_compiling():
         return function
@@ -108,7 +104,7 @@ def in_this_call(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _over_a_ring(original: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs ``compute`` in a call on shards, and ``original`` elsewhere and for one rank without documents."""
+    """Return a function that runs ``compute`` in a call on shards or with documents, and ``original`` elsewhere."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
         call: Any = running()
@@ -121,9 +117,7 @@ def _over_a_ring(original: Any, compute: Callable[..., Any]) -> Callable[..., An
     return function
 
 
-@torch.compiler.disable(
-    reason="the recurrences of a hybrid model exchange states by functions that torch.compile does not follow"
-)
+@torch.compiler.disable(reason="torch.compile does not follow the exchanges of linear layers: leave fullgraph=True out")
 def _uncompiled(compute: Callable[..., Any], call: Any, args: Any, kwargs: Any) -> Any:
     if asked := [name for name in CACHED if kwargs.get(name) not in (None, False)]:
         raise ValueError(f"a mixer of {type(call.model).__name__} keeps a cache ({', '.join(asked)}), and on a ring has none")
