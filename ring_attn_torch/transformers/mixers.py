@@ -106,7 +106,7 @@ def in_this_call(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _over_a_ring(original: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs ``compute`` in a call on shards or with documents, and ``original`` elsewhere."""
 
-    def function(*args: Any, **kwargs: Any) -> Any:
+    def function(*args: Tensor, **kwargs: object) -> Any:
         call: Any = running()
         if call is None or (call.ring.ranks == 1 and not call.documents.packed):
             return original(*args, **kwargs)
@@ -129,7 +129,7 @@ def _uncompiled(compute: Callable[..., Any], call: Any, args: Any, kwargs: Any) 
 
 
 def _convolution(
-    where: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+    where: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: object
 ) -> Tensor:
     """Compute ``causal_conv1d_fn``: hidden_states [batch, channels, tokens]."""
     x = hidden_states.transpose(1, 2)
@@ -144,7 +144,7 @@ def _delta_rule(
     g: Tensor,
     beta: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     return gated_delta_rule(query, key, value, g, beta, normalize=use_qk_l2norm_in_kernel, **where), None
 
@@ -168,7 +168,7 @@ def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
     return F.softplus(dt) if softplus else dt
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _nothing(*_: object, **__: object) -> None:
     """Return None, as the fused functions do without their package: the mixer then calls the others."""
 
 

@@ -250,8 +250,8 @@ def enable(
     stores ``layout``, ``strategy`` and ``backend`` for :func:`sequence_parallel`. A ``group`` for a config raises ValueError,
     because a group belongs to one process. Only text tokens are sharded: image and audio parts keep their own attention.
 
-    Raise ValueError, with the reason, if a model cannot run over a ring: layers other than softmax attention (Mamba, linear
-    attention, convolutions), encoder-decoders, models with attention code of their own. Raise ValueError also if an option is
+    Raise ValueError, with the reason, if a model cannot run over a ring: layers that are neither softmax attention nor a known
+    mixer of a hybrid model, encoder-decoders, models with attention code of their own. Raise ValueError also if an option is
     unknown, or if a model's backend has no CPU kernels and the host has no GPU. The first call checks all other requirements.
     """
     _check_layout(layout)
