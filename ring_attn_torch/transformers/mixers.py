@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,15 +38,16 @@ CACHED = {"initial_state", "initial_states", "output_final_state", "return_final
 
 def mixers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of ``model`` that call one of ``FUNCTIONS``, by name."""
-    return {name: module for name, module in model.named_modules() if functions_of(module)}
+    return {name: module for name, module in model.named_modules() if functions_of(type(module))}
 
 
-def functions_of(module: nn.Module) -> set[str]:
-    """Return the names in ``FUNCTIONS`` that a module's forward calls, if transformers wrote it."""
-    forward: Any = inspect.unwrap(type(module).forward)
+@cache
+def functions_of(kind: type[nn.Module]) -> frozenset[str]:
+    """Return the names in ``FUNCTIONS`` that the forward of a class calls, if transformers wrote it."""
+    forward: Any = inspect.unwrap(kind.forward)
     if not getattr(forward, "__module__", "").startswith("transformers.models."):
-        return set()
-    return FUNCTIONS.keys() & {*forward.__code__.co_names} & forward.__globals__.keys()
+        return frozenset()
+    return frozenset(FUNCTIONS.keys() & {*forward.__code__.co_names} & forward.__globals__.keys())
 
 
 def older_release() -> str:
@@ -72,7 +74,7 @@ def take_over_mixers(model: nn.Module) -> list[nn.Module]:
     found = [*mixers(model).values()]
     for mixer in found:
         scope = inspect.unwrap(type(mixer).forward).__globals__
-        for name in functions_of(mixer):
+        for name in functions_of(type(mixer)):
             if scope[name] not in TAKEN:
                 scope[name] = _over_a_ring(scope[name], FUNCTIONS[name])
                 TAKEN.add(scope[name])
