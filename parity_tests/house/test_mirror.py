@@ -60,6 +60,7 @@ ONLY_IN_TORCH = {
     "transformers/documents.py": "the same",
     "transformers/loss.py": "the same",
     "transformers/masks.py": "the same",
+    "transformers/mixers.py": "the same",
     "transformers/models.py": "the same",
     "transformers/parallel.py": "the same",
     "transformers/shards.py": "the same",

@@ -16,6 +16,7 @@ The files:
     arguments.py    the arguments of a call and of a Trainer: checked, and compared between ranks
     documents.py    documents and prefix trees in the rows of a call, and their balanced layout
     shards.py       from global input_ids, labels and images to this rank's shards
+    mixers.py       the mixers of hybrid models, linear recurrences and convolutions, over the ring
     masks.py        from transformers' masks to bands and intervals, by samples of position pairs
     attention.py    attention of one layer over the ring, and the changes to a model that lead to it
     loss.py         the loss over the labels of all ranks, and the auxiliary loss of mixture-of-experts models

@@ -26,10 +26,11 @@ from ring_attn_core import masks
 from ..call.prepare import under_autocast
 from ..call.signature import ring_attention
 from ..layers.offload import OffloadedTensors, offloaded
-from ..layers.recompute import Function, recomputed
+from ..layers.recompute import recomputed
 from ..ring.groups import ring_of
 from .cache import CachedCall
 from .masks import NAME, CallRing, LayerMask, NoWindow, check_alone, running
+from .mixers import in_this_call
 from .models import hugging_face_model
 
 IMPLEMENTATION = "_attn_implementation_internal"
@@ -224,18 +225,17 @@ class Checkpointing:
         self.layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
         self.before: dict[nn.Module, Any] = {}
         self.host = OffloadedTensors()
-
-        def offloading(function: Function, x: Tensor, *shared: object) -> Tensor:
-            return offloaded(self.host, function, x, *shared)
-
-        self.ours = (recomputed, offloading)
+        self.ours: tuple[Any, Any] = (
+            lambda function, *inputs: recomputed(in_this_call(function), *inputs),
+            lambda function, x, *shared: offloaded(self.host, in_this_call(function), x, *shared),
+        )
 
     def keep_attention(self) -> None:
         """Make checkpointed layers save (out, lse), so that the backward runs no forward of the ring. Run it before each call of
         the model: a Trainer may set checkpointing at any time."""
         self.host = OffloadedTensors()
         for layer in self.layers:
-            function = layer.__dict__.get(CHECKPOINT, recomputed)
+            function = layer.__dict__.get(CHECKPOINT, self.ours[0])
             if function not in self.ours:
                 self.before[layer] = function
                 offloads = getattr(function, "func", function) is not checkpoint  # but transformers' function that offloads

@@ -28,6 +28,7 @@ from ring_attn_core.validation import in_words
 
 from ..data.extents import document_extents, integers
 from .masks import CallArguments, CallRing, Pattern
+from .mixers import mixers
 from .models import own_positions
 
 REFUSED_WITH_TREE = {
@@ -56,7 +57,7 @@ class DocumentBounds(NamedTuple):
 def check_positions(call: CallArguments) -> None:
     """Raise ValueError if the model takes no position_ids, if required position_ids are missing, or if their shape is wrong."""
     (batch, length), x = call.shape, call.by_name.get("position_ids")
-    if "position_ids" not in inspect.signature(call.model.forward).parameters:
+    if "position_ids" not in inspect.signature(call.model.forward).parameters and not mixers(call.model):
         raise ValueError(
             f"{call.name}.forward takes no position_ids, so each rank would count its shard from 0: it does not run over a ring"
         )
@@ -210,6 +211,11 @@ def check_tree(call: CallArguments) -> None:
             raise ValueError(f"{call.name} got {argument} beside tree inside sequence_parallel: {remedy}")
     if call.cache is not None:
         raise ValueError("tree is for training, and use_cache=True for text: serve prompts that share a prefix by KVCache.fork")
+    if linear := mixers(call.model):
+        raise ValueError(
+            f"{call.name} has linear layers ({next(iter(linear))} for one), whose state would branch with the tree: pass a row "
+            "or a document for each path, and leave tree out"
+        )
     if not own_positions(call.model):
         raise ValueError(
             f"{call.name} has no rotary embedding, and tree sets position_ids for rotary embeddings alone: leave tree out"

@@ -1,8 +1,8 @@
 """The models that a ring does not support, and the reasons.
 
-Before the first call, checks of classes, config and device refuse layers that are not softmax attention over a band of keys
-(Mamba, linear attention, convolutions, Fourier transforms), and attention in a model's own code. They also refuse encoders with
-a decoder, heads with one result per row (sequence classification), prompt tuning, and a GPU backend for a model on a CPU.
+Before the first call, checks of classes, config and device refuse layers that are neither softmax attention over a band of keys
+nor a mixer of ``mixers.py`` (lightning attention, Fourier transforms), and attention in a model's own code. They also refuse
+encoders with a decoder, heads with one result per row (sequence classification), prompt tuning, and a GPU backend on a CPU.
 
 After the first forward on several ranks, ``MixingLayers`` refuses a model that is not compiled if a decoder or encoder layer
 mixes tokens without calling ring attention. A layer that does not mix tokens, such as a plain MLP layer, is correct on a shard.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from typing import Any
 
 import torch
@@ -30,12 +31,16 @@ from ring_attn_core.releases import warn_if_untried
 
 from ..ring.groups import is_dtensor
 from .masks import CallRing, running
+from .mixers import FUNCTIONS, check_mixers, mixers, older_release
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 """The kinds of layers, by transformers' names, whose masks are bands or one interval of keys for each query."""
 
+LINEAR_TYPES = {"linear_attention", "conv", "hybrid", "mlp", "moe"}
+"""The kinds of further layers, by transformers' names, of hybrid models with the functions that ``mixers.py`` replaces."""
+
 NOT_SOFTMAX = re.compile(
-    "Mamba|SSM|DeltaNet|DeltaAttention|Rwkv|RetNet|Retention|RecurrentBlock|RGLRU|Rglru|LinearAttention|LightningAttention|"
+    "Mamba|SSM|DeltaNet|DeltaAttention|Rwkv|RetNet|Retention|RecurrentBlock|RGLRU|Rglru|(?<!Kimi)LinearAttention|LightningAttention|"
     "ShortConv|xLSTM|mLSTM|Hyena|Indexer|Fourier|MobileBertEmbeddings"
 )
 """A pattern of the names of module classes that mix tokens without softmax attention over all keys."""
@@ -64,10 +69,12 @@ def check_config(config: PreTrainedConfig, kind: Any = None) -> None:
     """Raise ValueError if ``config`` or the model's class ``kind`` (None: transformers') says that a ring cannot run it."""
     _check_stack(config)
     name, text, kind = type(config).__name__, config.get_text_config(), kind or MODEL_MAPPING.get(type(config), None)
-    if kinds := [kind for kind in dict.fromkeys(getattr(text, "layer_types", None) or ()) if kind not in LAYER_TYPES]:
+    hybrid = isinstance(kind, type) and FUNCTIONS.keys() & vars(sys.modules[kind.__module__]).keys()
+    known = LAYER_TYPES | LINEAR_TYPES if hybrid else LAYER_TYPES
+    if kinds := [kind for kind in dict.fromkeys(getattr(text, "layer_types", None) or ()) if kind not in known]:
         raise ValueError(
             f"{type(text).__name__} has layers of kind {', '.join(kinds)}, which are not softmax attention over a band of keys: "
-            f"a ring knows {', '.join(sorted(LAYER_TYPES))}"
+            f"a ring knows {', '.join(sorted(known))}{older_release()}"
         )
     if getattr(text, "output_attentions", False) or getattr(config, "output_attentions", False):
         raise ValueError(f"{name}.output_attentions=True asks for weights of attention, which are never made: set it to False")
@@ -92,14 +99,18 @@ def check_model(model: nn.Module) -> None:
     inside = hugging_face_model(model)
     _check_stack(inside.config)
     kinds = {name: type(module).__name__ for name, module in inside.named_modules() if not isinstance(module, PreTrainedModel)}
-    found = {name: kind for name, kind in kinds.items() if NOT_SOFTMAX.search(kind) and "Norm" not in kind}
+    linear = mixers(inside)
+    related = lambda name: any(f"{name}.".startswith(f"{other}.") or other.startswith(f"{name}.") for other in linear)
+    unknown = {name: kind for name, kind in kinds.items() if not related(name)}
+    found = {name: kind for name, kind in unknown.items() if NOT_SOFTMAX.search(kind) and "Norm" not in kind}
     found = {name: kind for name, kind in found.items() if not any(other.startswith(f"{name}.") for other in found)}
-    found |= {name: kind for name, kind in kinds.items() if not found and kind == "Conv1d"}
+    found |= {name: kind for name, kind in unknown.items() if not found and kind == "Conv1d"}
     if found:
         name, kind = next(iter(found.items()))
         raise ValueError(
             f"{type(inside).__name__} mixes tokens by {', '.join(dict.fromkeys(found.values()))} ({name} for one), which is not "
             f"softmax attention: a ring would compute {kind} within each rank's shard, so it is refused"
+            + (older_release() if re.search("mamba|delta|shortconv", f"{name} {kind}", re.IGNORECASE) else "")
         )
     for kind in dict.fromkeys(kinds.values()):
         if kind in OWN_MASKS:
@@ -119,6 +130,7 @@ def check_entry(model: nn.Module, ring: CallRing, device: str) -> None:
     head must not return one result per row, of which a rank holds only a shard."""
     check_model(model)
     inside = hugging_face_model(model)
+    check_mixers(inside, ring)
     if any(ROW_HEADS.search(kind.__name__) for kind in type(inside).__mro__):
         raise ValueError(f"the loss of {type(inside).__name__} is not a sum over tokens, and its head {row_head_remedy(model)}")
     check_device(ring.backend, device)
@@ -142,15 +154,17 @@ def _adapters(model: nn.Module) -> list[Any]:
 
 
 def own_positions(model: PreTrainedModel) -> bool:
-    """Return True if the model has rotary embeddings. Such a model counts its tokens from 0 if position_ids are not passed."""
-    return any("Rotary" in type(module).__name__ for module in model.modules())
+    """Return True if position_ids that are not passed count from 0: with rotary embeddings, and in hybrid models without any."""
+    return any("Rotary" in type(module).__name__ for module in model.modules()) or bool(mixers(model))
 
 
 def check_cacheable(model: PreTrainedModel) -> None:
     """Raise ValueError if the model does not support a cache over a ring."""
     name, text = type(model).__name__, model.config.get_text_config()
     why = None
-    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+    if mixers(model):
+        why = "the states of its linear layers are on the rank that has the last token"
+    elif "chunked_attention" in (getattr(text, "layer_types", None) or ()):
         why = "some of its layers see chunks, which a step of decoding does not know"
     elif getattr(text, "num_kv_shared_layers", 0):
         why = "some of its layers read the keys of others"

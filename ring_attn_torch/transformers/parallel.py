@@ -36,6 +36,7 @@ from .attention import AccelerateHooks, Checkpointing, ring_configs, rotary_by_l
 from .cache import CachedCall, cached_call
 from .loss import ChunkedHead, take_over, with_log_probs, with_loss
 from .masks import NAME, CallRing, during, running
+from .mixers import check_called, take_over_mixers
 from .models import (
     MixingLayers,
     check_config,
@@ -142,6 +143,8 @@ def on_shards(
         means_of_rings.pop(inside, None)
         stack.callback(HOOKS.pop, inside, None)
         stack.enter_context(ring_configs(model))
+        for mixer in take_over_mixers(inside):
+            stack.callback(mixer.register_forward_pre_hook(check_called).remove)
         for module in rotary_by_length(inside):
             stack.enter_context(with_largest_position(module))
         stack.callback(hooks.checkpointing.restore)
@@ -247,8 +250,8 @@ def enable(
     stores ``layout``, ``strategy`` and ``backend`` for :func:`sequence_parallel`. A ``group`` for a config raises ValueError,
     because a group belongs to one process. Only text tokens are sharded: image and audio parts keep their own attention.
 
-    Raise ValueError, with the reason, if a model cannot run over a ring: layers other than softmax attention (Mamba, linear
-    attention, convolutions), encoder-decoders, models with attention code of their own. Raise ValueError also if an option is
+    Raise ValueError, with the reason, if a model cannot run over a ring: layers that are neither softmax attention nor a known
+    mixer of a hybrid model, encoder-decoders, models with attention code of their own. Raise ValueError also if an option is
     unknown, or if a model's backend has no CPU kernels and the host has no GPU. The first call checks all other requirements.
     """
     _check_layout(layout)

@@ -27,6 +27,7 @@ from ..data.layout import positions
 from ..ring.groups import rank_in
 from .documents import DocumentBounds, RowTrees, dealt, documents_of, row_trees, shape_of, text_positions
 from .masks import CallArguments, CallRing, LayerMask, Pattern, RunningCall
+from .mixers import mixers
 
 IMAGE_BLOCKS = {"gemma3", "gemma3_text"}
 """Models, by config.model_type, whose token_type_ids of 1 mark an image's tokens, which also see the image's later tokens."""
@@ -39,7 +40,7 @@ SHARDED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "toke
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments added by collators of packed documents.
 
-seq_idx is not read: it is for short convolutions, which a ring does not support.
+seq_idx is not read: position_ids and cu_seq_lens_q say which documents a convolution reads.
 """
 
 VISUAL = ("visual_pos_masks", "deepstack_visual_embeds")
@@ -66,12 +67,16 @@ def global_batch(call: CallArguments) -> GlobalBatch:
         position_ids = torch.arange(length, device=tokens.device)[None].expand(batch, -1)
     whole = GlobalBatch(ring, batch, length, documents, blocks, call.seed, tree, device=tokens.device, longest=position_ids.max())
     left_out = {*SHARDED, *LENGTHS, *VISUAL, "num_items_in_batch", "ignore_index", "use_cache"}
+    ones = torch.ones(batch, length, dtype=torch.bool, device=tokens.device)
+    whole.present = whole.filled(ones if present is None else present, 0)
+    hybrid, taken = mixers(call.model), inspect.signature(call.model.forward).parameters
     whole.kwargs = {name: x for name, x in given.items() if name not in left_out} | {
         "input_ids" if "input_ids" in given else "inputs_embeds": whole.shard(tokens),
-        "position_ids": whole.shard(position_ids, -1),
-        "attention_mask": torch.ones(batch, len(whole.index), dtype=torch.bool, device=tokens.device),
+        "attention_mask": whole.present if hybrid else torch.ones_like(whole.present),
     }
-    if "use_cache" in inspect.signature(call.model.forward).parameters:
+    if "position_ids" in taken:
+        whole.kwargs["position_ids"] = whole.shard(position_ids, -1)
+    if "use_cache" in taken or hybrid:
         whole.kwargs["use_cache"] = False
     if types is not None:
         whole.kwargs["token_type_ids"] = whole.shard(types)
@@ -81,8 +86,6 @@ def global_batch(call: CallArguments) -> GlobalBatch:
             whole.kwargs |= features
         elif reader is not None:
             whole.features = reader, features
-    ones = torch.ones(batch, length, dtype=torch.bool, device=tokens.device)
-    whole.present = whole.filled(ones if present is None else present, 0)
     if {"labels", "shift_labels"} & given.keys():
         whole.ignore_index, whole.divisor = given.get("ignore_index", -100), given.get("num_items_in_batch")
         whole.shifted = call.model.loss_function in SHIFTED and "shift_labels" not in given

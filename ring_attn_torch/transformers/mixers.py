@@ -1,0 +1,186 @@
+"""The mixers of hybrid models, linear recurrences and short convolutions, over the ring.
+
+From transformers 5.15 on every such mixer calls functions of its modeling module by the same names. ``take_over_mixers`` replaces
+them: in a call on shards they run ``ring_attn_torch.recurrence``, elsewhere the originals. Projections, norms and gates stay
+transformers' own. A mixer is found by the code of its forward, not by the name of its class.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ring_attn_core.masks import causal
+
+from ..recurrence.convolution import causal_conv
+from ..recurrence.delta_rule import gated_delta_rule
+from ..recurrence.state_space import state_space
+from ..ring.halo import wide
+from .masks import CallRing, Pattern, during, running
+
+OLDEST_HYBRIDS = Version("5.15")
+"""The first release of transformers whose mixers call the functions of ``FUNCTIONS``."""
+
+TAKEN: set[Any] = set()
+"""The replacements that ``take_over_mixers`` has installed."""
+
+CACHED = {"initial_state", "initial_states", "output_final_state", "return_final_states", "return_last_state"}
+"""Arguments of a mixer that keeps a cache."""
+
+
+def mixers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of ``model`` that call one of ``FUNCTIONS``, by name."""
+    return {name: module for name, module in model.named_modules() if functions_of(type(module))}
+
+
+@cache
+def functions_of(kind: type[nn.Module]) -> frozenset[str]:
+    """Return the names in ``FUNCTIONS`` that the forward of a class calls, if transformers wrote it."""
+    forward: Any = inspect.unwrap(kind.forward)
+    if not getattr(forward, "__module__", "").startswith("transformers.models."):
+        return frozenset()
+    return frozenset(FUNCTIONS.keys() & {*forward.__code__.co_names} & forward.__globals__.keys())
+
+
+def older_release() -> str:
+    """Return the remedy for an error about a mixer, if transformers is too old to run any."""
+    if Version(transformers.__version__) >= OLDEST_HYBRIDS:
+        return ""
+    return (
+        f". Hybrid models run from transformers {OLDEST_HYBRIDS} on, whose mixers call functions that a ring can replace, and "
+        f'this is {transformers.__version__}: pip install "transformers>={OLDEST_HYBRIDS}"'
+    )
+
+
+def check_mixers(model: nn.Module, ring: CallRing) -> None:
+    """Raise ValueError if a hybrid model cannot run in the ring's layout."""
+    if ring.layout == "striped" and ring.ranks > 1 and (found := mixers(model)):
+        raise ValueError(
+            f"{type(model).__name__} has linear layers ({next(iter(found))} for one), whose state goes from token to token, and "
+            'striped gives each token\'s predecessor to another rank: pass layout="zigzag", "contiguous" or "balanced"'
+        )
+
+
+def take_over_mixers(model: nn.Module) -> list[nn.Module]:
+    """Replace the functions of the model's mixers, for the whole process, and return the mixers."""
+    found = [*mixers(model).values()]
+    for mixer in found:
+        scope = inspect.unwrap(type(mixer).forward).__globals__
+        for name in functions_of(type(mixer)):
+            if scope[name] not in TAKEN:
+                scope[name] = _over_a_ring(scope[name], FUNCTIONS[name])
+                TAKEN.add(scope[name])
+    return found
+
+
+def check_called(mixer: nn.Module, *_: Any) -> None:
+    """Raise ValueError if a mixer runs outside of a call of its model: it would compute a shard by itself."""
+    if running() is None:
+        raise ValueError(
+            f"{type(mixer).__name__} runs inside sequence_parallel, outside of a call of its model, as when activation "
+            "checkpointing of another library recomputes it: use model.gradient_checkpointing_enable(), and call the whole model"
+        )
+
+
+def in_this_call(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a layer's ``function`` that runs in this call, also when activation checkpointing recomputes it after the call."""
+    call = running()
+    if call is None or torch.compiler.is_compiling():
+        return function
+
+    def recomputed(*inputs: object) -> Tensor:
+        if running() is not None:
+            return function(*inputs)
+        with during(call):
+            return function(*inputs)
+
+    return recomputed
+
+
+def _over_a_ring(original: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs ``compute`` in a call on shards or with documents, and ``original`` elsewhere."""
+
+    def function(*args: Tensor, **kwargs: object) -> Any:
+        call: Any = running()
+        if call is None or (call.ring.ranks == 1 and not call.documents.packed):
+            return original(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            call.attention_calls += 1
+        return _uncompiled(compute, call, args, kwargs)
+
+    return function
+
+
+@torch.compiler.disable(reason="torch.compile does not follow the exchanges of linear layers: leave fullgraph=True out")
+def _uncompiled(compute: Callable[..., Any], call: Any, args: Any, kwargs: Any) -> Any:
+    if asked := [name for name in CACHED if kwargs.get(name) not in (None, False)]:
+        raise ValueError(f"a mixer of {type(call.model).__name__} keeps a cache ({', '.join(asked)}), and on a ring has none")
+    mask = call.mask_of(Pattern(causal()))
+    where = {"group": mask.ring.group, "layout": mask.ring.layout, "length": mask.length}
+    where["extents"] = mask.extents if call.documents.packed else None
+    with torch.autocast(args[0].device.type, enabled=False):
+        return compute(where, *args, **kwargs)
+
+
+def _convolution(
+    where: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: object
+) -> Tensor:
+    """Compute ``causal_conv1d_fn``: hidden_states [batch, channels, tokens]."""
+    x = hidden_states.transpose(1, 2)
+    return causal_conv(x, weight, bias, activation=activation, **where).to(x.dtype).transpose(1, 2)
+
+
+def _delta_rule(
+    where: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: object,
+) -> tuple[Tensor, None]:
+    return gated_delta_rule(query, key, value, g, beta, normalize=use_qk_l2norm_in_kernel, **where), None
+
+
+def _structured(where: Any, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *_: Any, **more: Any) -> Tensor:
+    """Compute ``mamba2_chunk_scan``."""
+    dt = _step_sizes(dt, more.get("dt_bias"), more.get("dt_softplus", False)).clamp(*more.get("dt_limit", (0.0, float("inf"))))
+    return state_space(hidden_states, dt, A, B, C, D=more.get("D"), **where)
+
+
+def _selective(where: Any, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **more: Any) -> Tensor:
+    """Compute ``mamba_selective_scan``: tokens are the last dim of all arrays but A."""
+    x, dt, B, C = (each.transpose(1, 2) for each in (hidden_states, dt, B, C))
+    dt = _step_sizes(dt, more.get("delta_bias"), more.get("delta_softplus", False))
+    out = state_space(x, dt, A, B, C, D=more.get("D"), **where).transpose(1, 2)
+    return out if more.get("z") is None else out * F.silu(more["z"])
+
+
+def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    dt = wide(dt) if bias is None else wide(dt) + wide(bias)
+    return F.softplus(dt) if softplus else dt
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """Return None, as the fused functions do without their package: the mixer then calls the others."""
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _structured,
+    "mamba_selective_scan": _selective,
+    "mamba2_split_conv1d_scan_combined": _nothing,
+    "mamba_inner_fn": _nothing,
+}
+"""The functions of transformers' modeling modules that mix tokens, and what computes each over a ring."""
