@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -55,6 +57,22 @@ def test_documents_that_only_best_fit_can_place_are_placed():
         assert sorted(sum(span.count for span in index.batch(number)[0]) for number in range(3)) == [24] * 3
 
 
+def test_threads_that_read_ahead_over_an_epochs_border_get_the_same_microbatches(monkeypatch):
+    lengths = np.random.default_rng(2).integers(1, 25, 30).tolist()
+    make = GlobalBatches._order_of
+
+    def slowly(self, epoch):
+        time.sleep(0.002)  # as many threads as possible are in here at once
+        return make(self, epoch)
+
+    monkeypatch.setattr(GlobalBatches, "_order_of", slowly)
+    alone, shared = (index_of(lengths, epochs=None) for _ in range(2))
+    numbers = range(4 * alone.batches)
+    with ThreadPoolExecutor(8) as pool:
+        found = [*pool.map(shared.batch, numbers)]
+    assert found == [alone.batch(number) for number in numbers]
+
+
 def test_another_order_of_access_or_a_pickled_index_gives_the_same_microbatches():
     rng = np.random.default_rng(1)
     lengths = rng.integers(1, 25, 50).tolist()
@@ -86,6 +104,7 @@ def test_a_state_goes_on_in_the_middle_of_a_global_batch_and_not_with_another_si
         ({"replicas": 2}, "got batch_size=1 and replicas=2: pass 1 of each, and let ranks be the number of all ranks"),
         ({"batch_tokens": 30}, "batch_tokens must be a multiple of length=24, the tokens of a microbatch, got 30"),
         ({"batch_tokens": 0}, "batch_tokens must be a multiple"),
+        ({"ignore_index": 0}, "ignore_index=0 could be a token: pass a negative one"),
         ({"batch_tokens": 24.0}, "batch_tokens must be a multiple"),
         ({"length": 18, "ranks": 3, "batch_tokens": 36}, "has a document of 19 tokens, .* length=18: pass length=21 or more"),
         ({"last": "drop", "batch_tokens": 240}, "data holds 30 tokens, which do not fill one global batch of batch_tokens=240"),

@@ -76,7 +76,7 @@ class BatchArrays(NamedTuple):
     layout: BalancedLayout | None = None
     """The balanced layout of the batch; None in other layouts."""
     batch_labels: int | None = None
-    """The number of labels of the whole global batch; None without ``batch_tokens``."""
+    """The number of labels of the whole global batch, at least 1; None without ``batch_tokens``."""
 
 
 class Batches:
@@ -87,7 +87,7 @@ class Batches:
         self.settings, self.vocab, self._digest = settings, data.vocab, data.digest
         self.reader = Reader(data.documents)
         self.index = index_of([document.tokens for document in data.documents], settings)
-        self._counted: tuple[list[int], int] | None = None
+        self._counted: dict[int, int] = {}
         self.start = self.yielded = 0
         """``start``: number of the batch with which the next iteration begins. ``yielded``: number of the last yielded batch + 1;
         equal to ``start`` until a batch is yielded."""
@@ -126,14 +126,15 @@ class Batches:
         return BatchArrays(ids, labels, positions, extents, dealt, self._count_labels(number))
 
     def _count_labels(self, number: int) -> int | None:
-        """Return the number of labels of the whole global batch, or None without ``batch_tokens``.
+        """Return the number of labels of the whole global batch, at least 1, or None without ``batch_tokens``.
         If tokens are marked, this process reads all tokens of a global batch once to count."""
         if not isinstance(self.index, GlobalBatches):
             return None
-        documents = self.index.documents(number)
-        if self._counted is None or self._counted[0] is not documents:
-            self._counted = documents, sum(map(self._labels_of, documents))
-        return self._counted[1]
+        group, known = self.index.group(number), self._counted
+        if group not in known:
+            found = max(sum(map(self._labels_of, self.index.documents(number))), 1)
+            self._counted = known = dict([*known.items()][-1:]) | {group: found}  # of two: threads alternate at a border
+        return known[group]
 
     def _labels_of(self, document: int) -> int:
         described = self.reader.documents[document]

@@ -33,7 +33,7 @@ class GlobalBatches(Index):
                 f"{settings.folder} has a document of {longest} tokens, and with batch_tokens= each document stays whole in a "
                 f"microbatch of length={settings.length}: pass length={fits} or more, or cut the document"
             )
-        self._begins: list[int] = [0]  # the number of the first global batch of each epoch counted so far
+        self._begins: tuple[int, ...] = (0,)  # the number of the first global batch of each epoch counted so far
         self._known: dict[str, tuple[int, tuple[list[int], list[int]]]] = {}  # the last result of _order and _dealt
         self.batches = self._parts * self._count(0)
         if not self.batches:
@@ -52,9 +52,13 @@ class GlobalBatches(Index):
         begins = accumulate((self._lengths[document] for document in held), initial=0)
         return [tuple(DocumentSpan(each, 0, begin, self._lengths[each]) for each, begin in zip(held, begins, strict=False))]
 
+    def group(self, number: int) -> int:
+        """Return the number of the global batch of microbatch ``number``."""
+        return number // self._parts
+
     def documents(self, number: int) -> list[int]:
         """Return the documents of the global batch of microbatch ``number``."""
-        return self._dealt(number // self._parts)[0]
+        return self._dealt(self.group(number))[0]
 
     def _dealt(self, group: int) -> tuple[list[int], list[int]]:
         """Return the documents of global batch ``group``, and the microbatch of each."""
@@ -65,9 +69,10 @@ class GlobalBatches(Index):
         return self._remember("order", epoch, self._order_of)
 
     def _remember(self, name: str, key: int, make: Callable[[int], Any]) -> Any:
-        if name not in self._known or self._known[name][0] != key:
-            self._known[name] = key, make(key)
-        return self._known[name][1]
+        known = self._known.get(name)
+        if known is None or known[0] != key:
+            known = self._known[name] = key, make(key)
+        return known[1]  # not of the dict, in which another thread may have stored another one
 
     def _deal(self, group: int) -> tuple[list[int], list[int]]:
         import numpy as np
@@ -84,9 +89,10 @@ class GlobalBatches(Index):
 
     def _begin(self, epoch: int) -> int:
         """Return the number of the first global batch of an epoch."""
-        while len(self._begins) <= epoch:
-            self._begins.append(self._begins[-1] + len(self._order(len(self._begins) - 1)[1]))
-        return self._begins[epoch]
+        begins = self._begins
+        while len(begins) <= epoch:
+            begins = self._begins = (*begins, begins[-1] + len(self._order(len(begins) - 1)[1]))  # threads may store equal ones
+        return begins[epoch]
 
     def _count(self, epoch: int) -> int:
         return self._begin(epoch + 1) - self._begin(epoch)

@@ -120,6 +120,11 @@ class DatasetSettings:
                 f"batch_tokens must be a multiple of length={self.length}, the tokens of a microbatch, got "
                 f"{in_words(self.batch_tokens)}"
             )
+        if self.ignore_index >= 0:
+            raise ValueError(
+                f"with batch_tokens= labels are counted by documents, and ignore_index={self.ignore_index} could be a token: "
+                "pass a negative one, such as -100"
+            )
 
     @property
     def marks_labels(self) -> bool:

@@ -115,7 +115,7 @@ def plan_batches(
 
     Return a ``BatchPlan``, a list of ``Batch`` with the fields ``documents`` (indices into ``lengths``) and ``layout``
     (a BalancedLayout, made on first use). Each document lies whole in one microbatch. The number of microbatches is the least
-    that holds the tokens, or, if documents do not fit into these whole, that of best fit in order of decreasing length. All have
+    that holds the tokens, or, if documents do not fit into these whole, at most that of best fit by decreasing length. All have
     the same shapes. ``str(plan)`` says how even they are. The result depends on the arguments alone.
 
     The cost counts masks and weights. It does not know prefix trees, images' blocks or the state of hybrid layers: the plan of
@@ -141,7 +141,8 @@ def plan_batches(
     if dealt is None:
         fitted = best_fit(sizes.tolist(), np.argsort(-sizes, kind="stable").tolist(), capacity)
         most = int(fitted.max()) + 1
-        wider = (deal(sizes, pairs, bins, capacity, seed, compute.token) for bins in range(count + 1, most + 1))
+        tried = sorted({count + -(-(most - count) * part // 8) for part in range(1, 9)} - {count})  # each takes a whole deal
+        wider = (deal(sizes, pairs, bins, capacity, seed, compute.token) for bins in tried)
         dealt = next((x for x in wider if x is not None), fitted)
     return make_plan(sizes, pairs, dealt, ranks, tokens_per_rank, compute)
 

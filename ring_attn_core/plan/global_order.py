@@ -37,12 +37,12 @@ class GlobalPlan(JoinedPlan):
     def k_slot(self) -> int:
         return max(self.kv_length, 1)
 
-    @cached_property
+    @property  # not kept: a plan of each balanced layout would hold an array of all tokens
     def q_places(self) -> Any:
         """Return the position of each query of each rank, NumPy int32 [ranks, seq_local]; padding is at ``length`` and above."""
         return self._places(self.seq_local)
 
-    @cached_property
+    @property
     def k_places(self) -> Any:
         return self._places(self.kv_local)
 

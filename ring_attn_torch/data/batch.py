@@ -42,7 +42,7 @@ class Shard(NamedTuple):
     longest_path: int | None = None
     """The number of tokens of the longest path from a root, for layers with a window. None without trees."""
     batch_labels: Tensor | None = None
-    """int, 0-d: the number of labels of the global batch that this microbatch is a part of. None without ``batch_tokens``."""
+    """int, 0-d: the number of labels, at least 1, of this microbatch's whole global batch. None without ``batch_tokens``."""
 
 
 def shard_batch(
