@@ -101,6 +101,14 @@ def test_an_example_trains(framework):
 
 
 @pytest.mark.exhaustive
+def test_an_example_of_a_hybrid_model_trains():
+    pytest.importorskip("jax")
+    done = run_warm([str(ROOT / "examples" / "jax_hybrid.py")], "jax")
+    losses = [float(value) for value in re.findall(r"loss ([\d.]+)", done)]
+    assert len(losses) == 20 and losses[-1] < losses[0] - 0.2
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.full)])
 def test_an_example_of_a_language_model_trains(framework, tmp_path):
     pytest.importorskip(framework)

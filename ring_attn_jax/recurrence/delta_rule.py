@@ -114,7 +114,7 @@ def _segment(carried: Any, inputs: Any, chunk: int) -> Any:
     kept = jnp.moveaxis(_exp(c[..., -1, :], (own[..., -1] == prior)[..., None]), 2, 0)[..., None]
     system = jnp.eye(chunk, dtype=q.dtype) + jnp.tril(_pairs(k * beta, k, c, same), -1)
     right = jnp.concatenate([v * beta, k * beta * from_start], -1)
-    solved = jax.scipy.linalg.solve_triangular(system, right, lower=True, unit_diagonal=True)
+    solved = matmul(_inverse(system), right)
     new, old, within = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :], _pairs(q, k, c, same)
 
     def step(state: Any, chunk: Any) -> Any:
@@ -126,6 +126,19 @@ def _segment(carried: Any, inputs: Any, chunk: int) -> Any:
     state, out = lax.scan(step, state, (*chunks, kept))
     out = jnp.moveaxis(out, (0, 2), (1, 3))  # [runs, chunks, chunk, heads, ...]
     return (state, own[:, 0, -1, -1:]), out.reshape(out.shape[0], -1, *out.shape[3:])
+
+
+def _inverse(system: jax.Array) -> jax.Array:
+    """Return the inverses of unit lower triangular matrices of ``CHUNK`` rows, from those of their halves: [[A, 0], [C, B]] has
+    [[1/A, 0], [-1/B C 1/A, 1/B]]. LAPACK's batched solve waits for ever on a CPU: each device holds a thread that it needs."""
+    blocks = jnp.ones_like(system[..., :1, None])
+    while (size := blocks.shape[-1]) < system.shape[-1]:
+        pairs = system.reshape(*system.shape[:-2], *(system.shape[-1] // (2 * size), 2, size) * 2)[..., 1, :, :, 0, :]
+        below = jnp.moveaxis(jnp.diagonal(pairs, axis1=-4, axis2=-2), -1, -3)
+        upper, lower = blocks[..., ::2, :, :], blocks[..., 1::2, :, :]
+        corner = -matmul(lower, matmul(below, upper))
+        blocks = jnp.block([[upper, jnp.zeros_like(upper)], [corner, lower]])
+    return blocks[..., 0, :, :]
 
 
 def _pairs(x: jax.Array, y: jax.Array, c: jax.Array, same: jax.Array) -> jax.Array:
