@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,14 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import ring_attn_torch
 from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF
 
 from .support.recurrences import DOCUMENTS, LENGTH, SEQUENTIAL, Rows, call, ids_of, make
 from .support.selection import first
+from .support.spawn import TIMEOUT
 
 PLACES = [("zigzag", True), ("balanced", True), ("contiguous", False), ("zigzag", False), ("contiguous", True)]
 """Layouts, and whether the rows are packed documents."""
@@ -31,7 +34,8 @@ def place(layout: str, ranks: int, rows: Rows = DOCUMENTS) -> Any:
 
 
 def relative(found: Any, expected: Any) -> float:
-    return float(np.linalg.norm(np.asarray(found) - expected) / (np.linalg.norm(expected) + 1e-12))
+    """Return the norm of the error over that of the expected array, or over 0.01 if that is less: a gradient may be 0."""
+    return float(np.linalg.norm(np.asarray(found) - expected) / max(np.linalg.norm(expected), 0.01))
 
 
 def on_rank(group: Any, rule: str, layout: str, documents: bool, rows: Rows = DOCUMENTS) -> list[float]:
@@ -63,6 +67,33 @@ def test_a_ring_of_pytorch_is_one_device(gloo, rule, layout, documents, ranks):
         assert max(errors) < 1e-13
 
 
+@pytest.mark.parametrize("rule", SEQUENTIAL)
+def test_a_rank_without_tokens_takes_part_in_the_backward(gloo, rule):
+    for errors in gloo(4, on_a_ring_that_ends, rule):
+        assert max(errors) < 1e-13
+
+
+def on_a_ring_that_ends(group: Any, rule: str) -> list[float]:
+    """Return the relative errors of 5 tokens over 4 ranks, the last without any. A rank that waits for another fails in 60 s."""
+    _set_pg_timeout(timedelta(seconds=60), group)
+    try:
+        return on_rank(group, rule, "contiguous", False, [[5], [5]])
+    finally:
+        _set_pg_timeout(TIMEOUT, group)
+
+
+@pytest.mark.parametrize("rule", SEQUENTIAL)
+def test_autocast_changes_no_bit(rule):
+    arrays = make(rule, True).rounded(torch.float32)
+    results = []
+    for on in (False, True):
+        leaves = [x.clone().requires_grad_() for x in arrays]
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            out = call(ring_attn_torch, rule, leaves, layout="contiguous", extents=ring_attn_torch.document_extents(IDS))
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    assert all(torch.equal(plain, under_autocast) for plain, under_autocast in zip(*results, strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", first([3, 1, 2, 4, 8]))
 @pytest.mark.parametrize(("layout", "documents"), first(PLACES))
@@ -70,6 +101,11 @@ def test_a_ring_of_pytorch_is_one_device(gloo, rule, layout, documents, ranks):
 def test_a_ring_of_jax_is_one_device(rule, layout, documents, ranks):
     pytest.importorskip("jax")
     assert max(on_devices(ranks, rule, layout, documents)) < 1e-13
+
+
+def test_one_device_of_jax_sends_no_state():
+    pytest.importorskip("jax")
+    assert max(on_devices(1, "mamba2", "contiguous", False, [[5], [5]])) < 1e-13
 
 
 def on_devices(ranks: int, rule: str, layout: str, documents: bool, rows: Rows = DOCUMENTS) -> list[float]:

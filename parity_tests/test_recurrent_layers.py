@@ -271,12 +271,18 @@ def test_what_a_hybrid_model_lacks_is_refused_by_name(tmp_path, call, words):
         ({"mixers": "mamba2"}, "got 'mamba2'"),
         ({"windows": (3, None, None, 3)}, r"windows\[0\] must be None: layer 0 is gated_delta_net"),
         ({"rotaries": (None, 1e4, None, 1e4)}, r"rotaries\[1\] must be None: layer 1 is mamba2"),
-        ({"mask": ring_attn_torch.full()}, "mixers are causal"),
+        ({"mask": ring_attn_torch.full()}, "layer 0 is gated_delta_net, which sees all earlier tokens"),
+        ({"mask": ring_attn_torch.sliding_window(8)}, r"mask=causal\(\), and windows=\[...\] for attention layers"),
+        ({"mask": ring_attn_torch.causal(-1)}, "layer 0 is gated_delta_net"),
     ],
 )
 def test_mixers_that_do_not_fit_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         TransformerConfig(**HYBRID | options)
+
+
+def test_mixers_that_are_all_attention_are_a_model_without_mixers():
+    assert TransformerConfig(**HYBRID | {"mixers": ["attention"] * 4}) == TransformerConfig(**HYBRID | {"mixers": None})
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,10 @@ class TransformerConfig(AttentionFields):
 
     It holds all arguments of a RingTransformer except ``rngs``, ``auto_shard``, ``activations``, and those that choose the ring
     and how attention runs on it. ``hidden=None`` becomes ``hidden_size(dim)``; other defaults are as in :class:`AttentionConfig`.
-    ``windows``, ``rotaries`` and ``mixers``: one value per layer, or None. ``param_dtype``, ``compute_dtype``: names of dtypes;
-    ``compute_dtype=None`` means ``param_dtype``. ``mlp_chunk``: the maximum number of a rank's tokens that the MLP computes at a
-    time, None for all. ``published``: metadata of a Hugging Face config; the computation and ``==`` between configs ignore it.
+    ``windows``, ``rotaries`` and ``mixers``: one value per layer, or None. The mask, dropout and attention's options are of
+    attention layers alone; with recurrent layers the mask must be ``causal()``. ``param_dtype``, ``compute_dtype``: names of
+    dtypes; ``compute_dtype=None`` means ``param_dtype``. ``mlp_chunk``: the maximum number of a rank's tokens that the MLP
+    computes at a time, None for all. ``published``: metadata of a Hugging Face config; the computation and ``==`` ignore it.
     Raise ValueError if sizes do not fit together or a value is invalid.
     """
 

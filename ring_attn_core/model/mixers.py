@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ..masks import causal
 from ..problem.recurrence import refuse_striped
 from ..runs import Band
 from ..validation import hold_numbers, in_words
@@ -105,8 +106,8 @@ def first_decays(heads: int) -> dict[str, list[float]]:
 
 
 def check_mixers(mixers: Any, depth: int, mask: Band, **of_layers: Sequence[Any] | None) -> tuple[str, ...] | None:
-    """Return a model's mixers as a tuple. Raise ValueError if they are not one name for each layer, if the mask lets a token see
-    later ones, or if windows or rotaries, ``of_layers``, have a value at a layer without attention."""
+    """Return a model's mixers as a tuple, None if all are attention. Raise ValueError if they are not one name for each layer, or
+    if beside a recurrent layer the mask is not causal() or windows or rotaries, ``of_layers``, have a value at that layer."""
     if mixers is None:
         return None
     names = isinstance(mixers, Sequence) and not isinstance(mixers, str) and all(x in MIXERS for x in mixers)
@@ -114,10 +115,16 @@ def check_mixers(mixers: Any, depth: int, mask: Band, **of_layers: Sequence[Any]
         got = in_words(mixers) if not isinstance(mixers, list | tuple) else f"{len(mixers)}: {', '.join(map(in_words, mixers))}"
         raise ValueError(f"mixers must be a list with one of {', '.join(MIXERS)} for each of {depth} layers, got {got}")
     mixers = tuple(mixers)
-    if recurrent_layers(mixers) and (mask.lo is None or mask.lo < 0):
-        raise ValueError(f"mixers are causal, and the mask {mask} lets a token see later ones: pass mask=causal()")
+    recurrent = recurrent_layers(mixers)
+    if not recurrent:
+        return None
+    if mask != causal():
+        raise ValueError(
+            f"layer {recurrent[0]} is {mixers[recurrent[0]]}, which sees all earlier tokens and no later ones, and the mask is "
+            f"{mask}: pass mask=causal(), and windows=[...] for attention layers that see fewer"
+        )
     for name, values in of_layers.items():
-        for layer in recurrent_layers(mixers):
+        for layer in recurrent:
             if values is not None and values[layer] is not None:
                 raise ValueError(f"{name}[{layer}] must be None: layer {layer} is {mixers[layer]}, which has no {name}")
     return mixers

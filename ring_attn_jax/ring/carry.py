@@ -94,7 +94,8 @@ def _by_event(x: jax.Array, order: RunOrder, slots: int, every: bool = False) ->
         r * slots + (i if every else order.senders[r].index(i)) if every or i in order.senders[r] else -1 for r, i in order.order
     ]
     flat = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
-    return jnp.moveaxis(take(flat, jnp.asarray(place)) if slots else jnp.zeros_like(flat), 1, 0)
+    flat = flat if slots else jnp.pad(flat, [(0, 1) if dim == 1 else (0, 0) for dim in range(flat.ndim)])
+    return jnp.moveaxis(take(flat, jnp.asarray(place)), 1, 0)
 
 
 def _by_run(x: jax.Array, order: RunOrder, runs: int) -> jax.Array:

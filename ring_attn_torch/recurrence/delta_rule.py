@@ -20,9 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_attn_core.problem.recurrence import check_delta_rule
 
+from ..call.autograd import no_autocast
 from ..ring.carry import fold_runs, ieee_products
 from ..ring.halo import wide
-from .runs import Layout, Ring, RunShard, Where
+from .runs import Layout, Ring, RunShard, Where, tied
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -68,23 +69,24 @@ def gated_delta_rule(
     check = lambda _: check_delta_rule(shapes, backend)
     how = (*shapes.items(), scale, normalize, backend)
     shard = RunShard.of("gated_delta_rule", q, Where(group, layout, length, extents), check, how)
-    q, k, v32, g, beta = shard.zero_padding(*map(wide, arrays.values()))
-    if normalize:
-        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
-    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
-    q, k = (x.repeat_interleave(v.shape[2] // q.shape[2], 2) for x in (q, k))
-    found = []
-    for base, n, _ in shard.runs:
-        found.append(_run([x[:, base : base + n] for x in (q, k, v32, g, beta)], shard.documents_of(base, n, q.shape[0])))
-    ends = torch.stack([end for _, end in found], 1)
-    a, b = ends[..., v.shape[-1] :], ends[..., : v.shape[-1]]
-    states = shard.begin_fresh(fold_runs(shard.forget(a), b, shard.order, shard.ring, True))
-    parts = []
-    for i, (out, _) in enumerate(found):
-        with ieee_products():
-            carried = torch.einsum("bthk,bhkv->bthv", out[..., v.shape[-1] :], states[:, i])
-        parts.append(out[..., : v.shape[-1]] + carried)
-    return shard.join(parts).to(v.dtype)
+    with no_autocast(q.device.type):
+        q, k, v32, g, beta = shard.zero_padding(*map(wide, arrays.values()))
+        if normalize:
+            q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+        q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+        q, k = (x.repeat_interleave(v.shape[2] // q.shape[2], 2) for x in (q, k))
+        found = []
+        for base, n, _ in shard.runs:
+            found.append(_run([x[:, base : base + n] for x in (q, k, v32, g, beta)], shard.documents_of(base, n, q.shape[0])))
+        ends = torch.stack([end for _, end in found], 1)
+        a, b = ends[..., v.shape[-1] :], ends[..., : v.shape[-1]]
+        states = shard.begin_fresh(fold_runs(shard.forget(a), b, shard.order, shard.ring, True))
+        parts = []
+        for i, (out, _) in enumerate(found):
+            with ieee_products():
+                carried = torch.einsum("bthk,bhkv->bthv", out[..., v.shape[-1] :], states[:, i])
+            parts.append(out[..., : v.shape[-1]] + carried)
+        return shard.join(parts).to(v.dtype)
 
 
 def _run(arrays: list[Tensor], documents: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -97,6 +99,7 @@ def _run(arrays: list[Tensor], documents: Tensor | None) -> tuple[Tensor, Tensor
     state = torch.cat(
         [v.new_zeros(*v.shape[:1], heads, size, v.shape[-1]), torch.eye(size).to(v).expand(batch, heads, -1, -1)], -1
     )
+    state = tied(state, k, v, g, beta)
     prior, outs = documents[:, :1], []
     for begin in range(0, n, chunk * SEGMENT):
         part = slice(begin, begin + chunk * SEGMENT)
@@ -104,7 +107,7 @@ def _run(arrays: list[Tensor], documents: Tensor | None) -> tuple[Tensor, Tensor
         out, state = checkpoint(_segment, inputs, prior, state, chunk, use_reentrant=False)  # type: ignore[misc]
         prior = documents[:, part][:, -1:]
         outs.append(out)
-    return (torch.cat(outs, 1) if outs else v.new_zeros(batch, 0, heads, v.shape[-1] + size)), state
+    return (torch.cat(outs, 1) if outs else tied(v.new_zeros(batch, 0, heads, v.shape[-1] + size), q)), state
 
 
 def _segment(inputs: list[Tensor], prior: Tensor, state: Tensor, chunk: int) -> tuple[Tensor, Tensor]:

@@ -100,6 +100,11 @@ def carry(
     return states.unflatten(2, heads) if heads else states.squeeze(2)
 
 
+def tied(x: Tensor, *arrays: Tensor) -> Tensor:
+    """Return ``x``, tied to those ``arrays`` that hold no tokens: their backward takes part in what other ranks exchange."""
+    return sum((each.sum() for each in arrays if not each.shape[1]), x)
+
+
 class Where(NamedTuple):
     """The arguments of a public call that say which tokens its arrays hold."""
 
@@ -163,7 +168,7 @@ class RunShard:
         """Return the shard of which ``parts`` are the runs, with 0 for padding."""
         tokens = sum(part.shape[1] for part in parts) if self.real is None else self.real.shape[1]
         held = sorted(((run[0], part) for run, part in zip(self.runs, parts, strict=True) if run[1]), key=lambda pair: pair[0])
-        pieces, end = [], 0
+        pieces, end = [part for part in parts if not part.shape[1]], 0  # empty parts too: see tied
         for base, part in held:
             pieces += [part.new_zeros(part.shape[0], base - end, *part.shape[2:]), part]
             end = base + part.shape[1]

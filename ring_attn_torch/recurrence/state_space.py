@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_attn_core.problem.recurrence import check_state_space
 
+from ..call.autograd import no_autocast
 from ..ring.carry import fold_runs, ieee_products
 from ..ring.halo import wide
-from .runs import Layout, Ring, RunShard, Where
+from .runs import Layout, Ring, RunShard, Where, tied
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -61,13 +62,14 @@ def state_space(
     shapes = {name: None if each is None else tuple(each.shape) for name, each in arrays.items()}
     check = lambda _: check_state_space(shapes, backend)
     shard = RunShard.of("state_space", x, Where(group, layout, length, extents), check, (*shapes.items(), backend))
-    u, dt, B, C = shard.zero_padding(*map(wide, (x, dt, B, C)))
-    A, rule = wide(A), _selective if A.ndim == 2 else _structured
-    runs = [(slice(base, base + n), shard.documents_of(base, n, x.shape[0])) for base, n, _ in shard.runs]
-    out = rule(shard, [(u[:, part], dt[:, part], B[:, part], C[:, part], documents) for part, documents in runs], A)
-    if D is not None:
-        out = out + wide(D).view(-1, *[1] * (x.ndim - 3)) * u
-    return out.to(x.dtype)
+    with no_autocast(x.device.type):
+        u, dt, B, C = shard.zero_padding(*map(wide, (x, dt, B, C)))
+        A, rule = wide(A), _selective if A.ndim == 2 else _structured
+        runs = [(slice(base, base + n), shard.documents_of(base, n, x.shape[0])) for base, n, _ in shard.runs]
+        out = rule(shard, [(u[:, part], dt[:, part], B[:, part], C[:, part], documents) for part, documents in runs], A)
+        if D is not None:
+            out = out + wide(D).view(-1, *[1] * (x.ndim - 3)) * u
+        return out.to(x.dtype)
 
 
 Run = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
@@ -80,7 +82,7 @@ def _structured(shard: RunShard, runs: list[Run], A: Tensor) -> Tensor:
     for x, dt, B, C, documents in runs:
         B, C = (each.repeat_interleave(x.shape[2] // each.shape[2], 2) for each in (B, C))
         documents = _one_document(x) if documents is None else documents
-        state, prior, parts = x.new_zeros(x.shape[0], x.shape[2], x.shape[3], B.shape[3]), documents[:, :1], []
+        state, prior, parts = tied(x.new_zeros(*x.shape[:1], *x.shape[2:], B.shape[3]), x, dt, B), documents[:, :1], []
         for begin in range(0, x.shape[1], CHUNK):
             part = slice(begin, begin + CHUNK)
             inputs = [each[:, part] for each in (x * dt[..., None], dt * A, B, C, documents)]
@@ -115,7 +117,7 @@ def _structured_chunk(inputs: list[Tensor], prior: Tensor, state: Tensor) -> tup
 def _selective(shard: RunShard, runs: list[Run], A: Tensor) -> Tensor:
     """Mamba-1."""
     zeros = runs[0][0].new_zeros(runs[0][0].shape[0], *A.shape)
-    ends = torch.stack([_scan(run, A, zeros)[1] for run in runs], 1)
+    ends = torch.stack([_scan(run, A, tied(zeros, *run[:3]))[1] for run in runs], 1)
     decays = torch.stack([(dt.sum(1)[..., None] * A).exp() for _, dt, *_ in runs], 1)
     states = fold_runs(shard.forget(decays)[:, :, None], ends[:, :, None], shard.order, shard.ring, False).squeeze(2)
     states = shard.begin_fresh(states)
@@ -132,7 +134,7 @@ def _scan(run: Run, A: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         part = slice(begin, begin + CHUNK)
         out, state = checkpoint(_scan_chunk, *(each[:, part] for each in (x, dt, B, C, new)), A, state, use_reentrant=False)  # type: ignore[misc]
         outs.append(out)
-    return (torch.cat(outs, 1) if outs else x), state
+    return (torch.cat(outs, 1) if outs else tied(x + state.sum(-1)[:, None], C)), state
 
 
 def _scan_chunk(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, new: Tensor, A: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -126,8 +126,7 @@ def _uncompiled(compute: Callable[..., Any], call: Any, args: Any, kwargs: Any) 
     mask = call.mask_of(Pattern(causal()))
     where = {"group": mask.ring.group, "layout": mask.ring.layout, "length": mask.length}
     where["extents"] = mask.extents if call.documents.packed else None
-    with torch.autocast(args[0].device.type, enabled=False):
-        return compute(where, *args, **kwargs)
+    return compute(where, *args, **kwargs)
 
 
 def _convolution(
