@@ -38,7 +38,8 @@ def test_a_release_before_the_first_with_hybrids_is_refused_and_its_modules_stay
 
     config = transformers.Qwen3NextConfig(**SMALL, num_experts=2)
     before, model = dict(vars(modeling)), transformers.Qwen3NextForCausalLM(config)
-    for refused in (config, model):
+    tries: tuple[Any, ...] = config, model
+    for refused in tries:
         message = message_of(lambda refused=refused: hf.enable(refused))
         assert "run from transformers 5.15 on" in message
         assert "this is 5.14.0" in message
