@@ -196,7 +196,7 @@ def test_a_classifier_with_adapters_is_told_where_its_model_is():
 
 CLASSIFIED = torch.arange(3, 29).reshape(2, 13)
 CLASSES_OF_ROWS = (
-    r"the loss of LlamaForSequenceClassification is not a sum over tokens, and its head answers once, .* with "
+    r"the loss of LlamaForSequenceClassification is not a sum over tokens, and its head answers once a row, .* with "
     r"sequence_parallel\(model.base_model, gather_logits=True\) LlamaModel returns last_hidden_state whole"
 )
 

@@ -220,12 +220,11 @@ def _description(call_arguments: dict[str, Any]) -> dict[str, Any]:
 def _content(call_arguments: dict[str, Any]) -> dict[str, str]:
     """Return a digest of each tensor argument that is not floating point, of label_weights and of the tree."""
     exact = lambda x: x.double() if x.is_floating_point() else x  # numpy has no bfloat16
-    digest = lambda x: blake2b(exact(x.detach()).cpu().numpy().tobytes(), digest_size=16).hexdigest()
+    digest = lambda content: blake2b(content, digest_size=16).hexdigest()
+    of_tensor = lambda x: digest(exact(x.detach()).cpu().numpy().tobytes())
     compared = lambda name, x: isinstance(x, Tensor) and (name == "label_weights" or not x.is_floating_point())
-    tree = {}
-    if "tree" in call_arguments:
-        tree["tree"] = blake2b(repr(trees_of(*call_arguments["tree"])).encode(), digest_size=16).hexdigest()
-    return tree | {name: digest(x) for name, x in sorted(call_arguments.items()) if compared(name, x)}
+    tree = {"tree": digest(repr(trees_of(*call_arguments["tree"])).encode())} if "tree" in call_arguments else {}
+    return tree | {name: of_tensor(x) for name, x in sorted(call_arguments.items()) if compared(name, x)}
 
 
 def _compare(exchanged: list[list[Any]]) -> None:

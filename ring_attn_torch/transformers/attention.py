@@ -30,7 +30,7 @@ from ..layers.recompute import recomputed
 from ..ring.groups import ring_of
 from .cache import CachedCall
 from .masks import NAME, CallRing, LayerMask, NoWindow, check_alone, running
-from .mixers import in_this_call
+from .mixers import in_this_call, uncompiled
 from .models import hugging_face_model
 
 IMPLEMENTATION = "_attn_implementation_internal"
@@ -226,8 +226,8 @@ class Checkpointing:
         self.before: dict[nn.Module, Any] = {}
         self.host = OffloadedTensors()
         self.ours: tuple[Any, Any] = (
-            lambda function, *inputs: recomputed(in_this_call(function), *inputs),
-            lambda function, x, *shared: offloaded(self.host, in_this_call(function), x, *shared),
+            uncompiled(model, lambda function, *inputs: recomputed(in_this_call(function), *inputs)),
+            uncompiled(model, lambda function, x, *shared: offloaded(self.host, in_this_call(function), x, *shared)),
         )
 
     def keep_attention(self) -> None:

@@ -7,7 +7,9 @@ transformers' own. A mixer is found by the code of its forward, not by the name 
 
 from __future__ import annotations
 
+import dis
 import inspect
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -24,7 +26,7 @@ from ..recurrence.convolution import causal_conv
 from ..recurrence.delta_rule import gated_delta_rule
 from ..recurrence.state_space import state_space
 from ..ring.halo import wide
-from .masks import CallRing, Pattern, during, running
+from .masks import CallArguments, CallRing, Pattern, during, running
 
 OLDEST_HYBRIDS = Version("5.15")
 """The first release of transformers whose mixers call the functions of ``FUNCTIONS``."""
@@ -43,11 +45,18 @@ def mixers(model: nn.Module) -> dict[str, nn.Module]:
 
 @cache
 def functions_of(kind: type[nn.Module]) -> frozenset[str]:
-    """Return the names in ``FUNCTIONS`` that the forward of a class calls, if transformers wrote it."""
+    """Return the names in ``FUNCTIONS`` that the forward of a class calls as globals, if a release with them wrote it."""
     forward: Any = inspect.unwrap(kind.forward)
-    if not getattr(forward, "__module__", "").startswith("transformers.models."):
+    if older_release() or not getattr(forward, "__module__", "").startswith("transformers.models."):
         return frozenset()
-    return frozenset(FUNCTIONS.keys() & {*forward.__code__.co_names} & forward.__globals__.keys())
+    read = {step.argval for step in dis.get_instructions(forward) if step.opname == "LOAD_GLOBAL"}
+    return frozenset(name for name in FUNCTIONS.keys() & read if callable(forward.__globals__.get(name)))
+
+
+def beside_mixers(kind: Any) -> bool:
+    """Return True if the modeling module of a model's class has one of ``FUNCTIONS``."""
+    known = not older_release() and isinstance(kind, type)
+    return known and not FUNCTIONS.keys().isdisjoint(vars(sys.modules[kind.__module__]))
 
 
 def older_release() -> str:
@@ -81,6 +90,16 @@ def take_over_mixers(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+def check_padding(call: CallArguments, local: int) -> None:
+    """Raise ValueError if a hybrid model gets padding with one token a rank: transformers reads no mask of one token."""
+    mask = call.by_name.get("attention_mask")
+    if local == 1 < call.ring.ranks and mask is not None and not bool(mask.all()):
+        raise ValueError(
+            f"attention_mask has padding, and each of {call.ring.ranks} ranks one token of {call.shape[1]}, for which linear "
+            f"layers of {call.name} read no mask: pad to more than {call.ring.ranks} tokens, or use fewer ranks"
+        )
+
+
 def check_called(mixer: nn.Module, *_: Any) -> None:
     """Raise ValueError if a mixer runs outside of a call of its model: it would compute a shard by itself."""
     if running() is None:
@@ -103,6 +122,11 @@ def in_this_call(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return function(*inputs)
 
     return recomputed
+
+
+def uncompiled(model: nn.Module, checkpointed: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a checkpoint function that torch.compile leaves alone in a hybrid model: no graph keeps the call to recompute in."""
+    return torch.compiler.disable(checkpointed) if mixers(model) else checkpointed
 
 
 def _over_a_ring(original: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,7 +177,7 @@ def _delta_rule(
 def _structured(where: Any, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *_: Any, **more: Any) -> Tensor:
     """Compute ``mamba2_chunk_scan``."""
     dt = _step_sizes(dt, more.get("dt_bias"), more.get("dt_softplus", False)).clamp(*more.get("dt_limit", (0.0, float("inf"))))
-    return state_space(hidden_states, dt, A, B, C, D=more.get("D"), **where)
+    return state_space(wide(hidden_states), dt, A, B, C, D=more.get("D"), **where)  # the norm after it reads float32
 
 
 def _selective(where: Any, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **more: Any) -> Tensor:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from ring_attn_core.releases import warn_if_untried
 
 from ..ring.groups import is_dtensor
 from .masks import CallRing, running
-from .mixers import FUNCTIONS, check_mixers, mixers, older_release
+from .mixers import beside_mixers, check_mixers, mixers, older_release
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 """The kinds of layers, by transformers' names, whose masks are bands or one interval of keys for each query."""
@@ -69,8 +68,7 @@ def check_config(config: PreTrainedConfig, kind: Any = None) -> None:
     """Raise ValueError if ``config`` or the model's class ``kind`` (None: transformers') says that a ring cannot run it."""
     _check_stack(config)
     name, text, kind = type(config).__name__, config.get_text_config(), kind or MODEL_MAPPING.get(type(config), None)
-    hybrid = isinstance(kind, type) and FUNCTIONS.keys() & vars(sys.modules[kind.__module__]).keys()
-    known = LAYER_TYPES | LINEAR_TYPES if hybrid else LAYER_TYPES
+    known = LAYER_TYPES | LINEAR_TYPES if beside_mixers(kind) else LAYER_TYPES
     if kinds := [kind for kind in dict.fromkeys(getattr(text, "layer_types", None) or ()) if kind not in known]:
         raise ValueError(
             f"{type(text).__name__} has layers of kind {', '.join(kinds)}, which are not softmax attention over a band of keys: "
@@ -220,7 +218,7 @@ class MixingLayers:
     """Hooks on the layers of ``model``, unless compiled, for its first forward: they find layers that mix tokens themselves."""
 
     def __init__(self, model: nn.Module, inside: PreTrainedModel) -> None:
-        self.inside, self.again = inside, False
+        self.inside, self.again, self.later = inside, False, False
         self.names: list[str] = []
         self.handles: list[Any] = []
         if not any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in model.modules()):
@@ -246,9 +244,11 @@ class MixingLayers:
     def _mixes(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return True if NaN in two input tokens of ``layer`` spreads to other output tokens, or if this cannot be tested."""
         hidden = args[0] if args else kwargs.get("hidden_states")
-        if not isinstance(hidden, Tensor) or not hidden.is_floating_point() or hidden.ndim < 2 or hidden.shape[-2] < 3:
+        if not isinstance(hidden, Tensor) or not hidden.is_floating_point() or hidden.ndim < 2:
             return True
-        tokens = hidden.shape[-2]
+        self.later = (tokens := hidden.shape[-2]) < 3 and bool(mixers(self.inside))  # a known hybrid is judged by a longer call
+        if tokens < 3:
+            return not self.later
         spoilt = torch.zeros(tokens, dtype=torch.bool, device=hidden.device)
         spoilt[[tokens // 3, tokens // 2]] = True
         hidden = hidden.detach().masked_fill(spoilt[:, None], float("nan"))
@@ -274,8 +274,9 @@ class MixingLayers:
         self.handles.clear()
 
     def end(self) -> None:
-        """Remove the hooks. Raise ValueError, naming up to three layers, if any mix tokens without calling ring attention."""
-        self.forget()
+        """Remove the hooks, unless a longer call must judge. Raise ValueError, with up to three names, if layers mix tokens."""
+        if self.names or not self.later:
+            self.forget()
         if self.names:
             some = ", ".join(self.names[:3]) + (f" and {len(self.names) - 3} more" if len(self.names) > 3 else "")
             raise ValueError(

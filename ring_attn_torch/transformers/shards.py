@@ -27,7 +27,7 @@ from ..data.layout import positions
 from ..ring.groups import rank_in
 from .documents import DocumentBounds, RowTrees, dealt, documents_of, row_trees, shape_of, text_positions
 from .masks import CallArguments, CallRing, LayerMask, Pattern, RunningCall
-from .mixers import mixers
+from .mixers import check_padding, mixers
 
 IMAGE_BLOCKS = {"gemma3", "gemma3_text"}
 """Models, by config.model_type, whose token_type_ids of 1 mark an image's tokens, which also see the image's later tokens."""
@@ -70,6 +70,8 @@ def global_batch(call: CallArguments) -> GlobalBatch:
     ones = torch.ones(batch, length, dtype=torch.bool, device=tokens.device)
     whole.present = whole.filled(ones if present is None else present, 0)
     hybrid, taken = mixers(call.model), inspect.signature(call.model.forward).parameters
+    if hybrid:
+        check_padding(call, len(whole.index))
     whole.kwargs = {name: x for name, x in given.items() if name not in left_out} | {
         "input_ids" if "input_ids" in given else "inputs_embeds": whole.shard(tokens),
         "attention_mask": whole.present if hybrid else torch.ones_like(whole.present),
