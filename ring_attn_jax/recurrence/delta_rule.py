@@ -129,8 +129,11 @@ def _segment(carried: Any, inputs: Any, chunk: int) -> Any:
 
 
 def _inverse(system: jax.Array) -> jax.Array:
-    """Return the inverses of unit lower triangular matrices of ``CHUNK`` rows, from those of their halves: [[A, 0], [C, B]] has
-    [[1/A, 0], [-1/B C 1/A, 1/B]]. LAPACK's batched solve waits for ever on a CPU: each device holds a thread that it needs."""
+    """Return the inverses of unit lower triangular matrices of ``CHUNK`` rows, from the inverses of their diagonal blocks.
+
+    The inverse of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']]. jaxlib's batched solve waits for ever on CPUs: the threads of the
+    devices wait for tasks that only these threads could run.
+    """
     blocks = jnp.ones_like(system[..., :1, None])
     while (size := blocks.shape[-1]) < system.shape[-1]:
         pairs = system.reshape(*system.shape[:-2], *(system.shape[-1] // (2 * size), 2, size) * 2)[..., 1, :, :, 0, :]
