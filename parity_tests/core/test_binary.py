@@ -22,5 +22,5 @@ def test_bytes_of_stack_are_those_of_cuobjdump(dim):
 
 
 def test_what_is_no_binary_is_refused():
-    with pytest.raises(ValueError, match="no ELF file of 64 bits"):
+    with pytest.raises(ValueError, match="not a 64-bit ELF file"):
         stack_bytes(b"// PTX")
