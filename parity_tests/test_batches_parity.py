@@ -165,6 +165,7 @@ def test_torch_gives_a_global_batch_the_loss_and_gradients_of_one_device(gloo: R
         assert_near(mine, one_after_the_other(documents, weighted), CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "weighted"), [pytest.param(1, False, marks=LONG), (2, True), pytest.param(3, False, marks=LONG)]
 )

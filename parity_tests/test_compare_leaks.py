@@ -43,6 +43,7 @@ def found() -> dict[tuple[str, str], Probed]:
     return find("ring", *(f"{'' if name in IN_JAX else 'torch:'}{PLANTED}:{name}" for name in ("no_leak", *LEAKS)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "framework"), [*((name, "torch") for name in LEAKS), *((name, "jax") for name in IN_JAX)])
 def test_a_planted_leak_is_found(found: dict[tuple[str, str], Probed], name: str, framework: str):
     check_found(found[name, framework], name)

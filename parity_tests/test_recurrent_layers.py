@@ -73,6 +73,7 @@ def test_a_recurrent_layer_of_pytorch_is_one_device(gloo, name, layout, document
         assert max(errors.values()) < 1e-12, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", first([3, 1, 2]))
 @pytest.mark.parametrize(("layout", "documents"), first(PLACES))
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> suites.Suite:
     return suite
 
 
+@pytest.mark.slow
 def test_every_case_is_judged_by_who_raised_and_a_run_that_ended_goes_on(suite: suites.Suite, tmp_path: Path):
     report = tmp_path / "report.json"
     assert one.main("own", "", "1", "wrong or theirs", str(report)) == 0
