@@ -10,7 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from ring_attn_core.kernels import compile, workers
+from ring_attn_cli.compile import ModelAttention, kernels_of, problems
+from ring_attn_core.kernels import compile, shipped, workers
+from ring_attn_core.kernels.bound_launch import layout, parameters
+from ring_attn_core.kernels.launch import encodings
 from ring_attn_core.kernels.portable import launches as portable
 
 from ..support.compilation import PLAIN
@@ -114,4 +117,38 @@ def test_processes_that_start_at_once_compile_each_kernel_once(tmp_path):
 def test_a_kernels_key_depends_on_its_sources_alone(compilations):
     """Triton's own also depends on the kernels that a process has hashed before, so a worker's result would not be found."""
     assert not compile.is_cached(LAUNCHES[0], 90)
-    assert compile.kernel_function("delta").cache_key == compile._sources()
+    assert compile.kernel_function("delta").cache_key == compile.sources()
+
+
+def test_a_shipped_kernel_is_used_without_triton_and_one_of_other_sources_or_damaged_is_not(compilations, monkeypatch, tmp_path):
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
+    of, made = LAUNCHES[0].specialization(90), compile.compiled(LAUNCHES[0], 90)
+    shipped.save(of, compile.sources(), made)
+    shipped.save(LAUNCHES[1].specialization(90), "other sources", made)
+    compile._made.clear()
+    compilations.clear()
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "empty"))
+    assert compile.is_cached(LAUNCHES[0], 90)
+    assert not compile.is_cached(LAUNCHES[1], 90)
+    found = compile.compiled(LAUNCHES[0], 90)
+    assert compilations == []
+    assert (found.asm["cubin"], found.asm["ptx"]) == (made.asm["cubin"], made.asm["ptx"])
+    assert all(getattr(found.metadata, name) == getattr(made.metadata, name) for name in shipped.METADATA[:4])
+    file = shipped._file(of, compile.sources())
+    file.write_bytes(file.read_bytes()[:1000])
+    compile._made.clear()
+    assert compile.compiled(LAUNCHES[0], 90) is not None
+    assert compilations == ["delta"], "a damaged file is compiled anew"
+
+
+def test_a_shipped_kernel_of_hopper_has_the_parameters_of_the_compiled_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
+    (launch,) = (x for x in kernels_of(problems(ModelAttention(), "sm_90", 1, "contiguous", "auto")) if x.kernel == "hopper_dq")
+    made = compile.compiled(launch, 90)
+    shipped.save(launch.specialization(90), "", made)
+    found = shipped.load(launch.specialization(90), "")
+    assert encodings(found) == encodings(made)
+    described = [parameters(launch, kernel) for kernel in (found, made)]
+    assert [x.values for x in described] == [described[1].values] * 2
+    of_maps = [isinstance(value, bytes) for value in described[1].values]
+    assert layout(found.asm["ptx"], of_maps)[1] == layout(made.asm["ptx"], of_maps)[1]

@@ -40,6 +40,8 @@ ON_GPU = {name: text for name, text in PROGRAMS.items() if 'init_process_group("
 LEFT_OUT = {
     "torch_tensor_parallel.py": "its mesh needs two processes, each with a GPU of its own",
     "torch_dataset.py": "its batches are on the CPU",
+    "torch_batches.py": "its batches are on the CPU",
+    "torch_hugging_face_rings.py": "its two rings need two processes, each with a GPU of its own",
 }
 TRAIN = """
 steps = 6

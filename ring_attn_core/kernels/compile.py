@@ -25,7 +25,7 @@ from subprocess import Popen
 from typing import Any
 
 from ..releases import TRIED
-from . import workers
+from . import shipped, workers
 from .launch import Launch, Specialization
 from .ptx import changed_for_products
 
@@ -161,7 +161,7 @@ def is_cached(launch: Launch, capability: int) -> bool:
 
 
 @cache
-def _sources() -> str:
+def sources() -> str:
     """Return a hash of all files that kernels are made of."""
     here = Path(__file__).parent
     files = [*here.glob("portable/*.py"), *here.glob("hopper/*.py"), here / "tile_sizes.py"]
@@ -187,13 +187,15 @@ def _from_cache(of: Specialization) -> Any | None:
 
 
 def _triton_compile(of: Specialization, make_ir: Callable[..., Any] | None = None) -> Any:
-    """Call Triton's compiler. ``make_ir``: called in place of the first stage, if the kernel is not in the cache."""
+    """Return a shipped kernel, or call Triton's compiler. ``make_ir``: called in place of its first stage."""
+    if (found := shipped.load(of, sources())) is not None:
+        return found
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     function, types, values = kernel_function(of.kernel), dict(of.signature), dict(of.constants)
-    function.hash = _sources()  # Triton's own depends on the kernels that the process has hashed before: no other one would match
+    function.hash = sources()  # Triton's own depends on the kernels that the process has hashed before: no other one would match
     make = ASTSource
     if function.is_gluon():
         from .hopper.gluon import source as make

@@ -1,0 +1,49 @@
+"""Compile the kernels that a wheel ships into ``ring_attn_core/kernels/shipped``: ``python -m ring_attn_cli.compile.ship``.
+
+The plain cases in bfloat16 on Hopper GPUs: heads of 64, 128, 256 and 192 with values of 128, with and without extents, on one GPU
+and on rings of any size in the zigzag and balanced layouts.
+"""
+
+from __future__ import annotations
+
+import os
+from shutil import rmtree
+from tempfile import TemporaryDirectory
+
+from ring_attn_core.kernels import shipped
+from ring_attn_core.kernels.compile import compile_here, sources, start
+
+from . import ModelAttention, kernels_of, problems
+
+WIDTHS = (64, 64), (128, 128), (256, 256), (192, 128)
+"""Head sizes of q, k and of v."""
+RINGS = (1, "contiguous", "auto"), *((ranks, layout, name) for ranks in (2, 4) for layout, name in (
+    ("zigzag", "ring"), ("zigzag", "gather"), ("balanced", "ring"), ("balanced", "direct"),
+))  # fmt: skip
+"""Ranks, layouts and strategies. A ring of 4 has the kernels of larger ones, and "push" those of the ring."""
+GPU = "sm_90"
+
+
+def main(widths: tuple[tuple[int, int], ...] = WIDTHS) -> None:
+    """Compile with all processors, write one file a kernel, and print their number and size."""
+    from triton import knobs
+
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # three quarters of a binary
+    rmtree(shipped.FOLDER, ignore_errors=True)
+    needed = {}
+    for head_dim, v_dim in widths:
+        for arrays in (frozenset[str](), frozenset({"extents"})):
+            attention = ModelAttention(head_dim=head_dim, v_dim=v_dim, arrays=arrays)
+            for ranks, layout, strategy in RINGS:
+                for launch in kernels_of(problems(attention, GPU, ranks, layout, strategy)):
+                    needed[launch.specialization(int(GPU.removeprefix("sm_")))] = launch
+    with TemporaryDirectory() as folder:
+        knobs.cache.dir = folder
+        for worker in start(needed.values(), int(GPU.removeprefix("sm_"))):
+            worker.wait()
+        size = sum(shipped.save(of, sources(), compile_here(of)) for of in needed)
+    print(f"{len(needed)} kernels, {size / 2**20:.1f} MiB in {shipped.FOLDER}")
+
+
+if __name__ == "__main__":
+    main()
