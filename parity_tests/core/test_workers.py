@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from ring_attn_cli.compile import ModelAttention, kernels_of, problems
+from ring_attn_cli.compile.ship import plain_cases
 from ring_attn_core.kernels import compile, shipped, workers
 from ring_attn_core.kernels.bound_launch import layout, parameters
 from ring_attn_core.kernels.launch import encodings
@@ -152,3 +153,10 @@ def test_a_shipped_kernel_of_hopper_has_the_parameters_of_the_compiled_one(monke
     assert [x.values for x in described] == [described[1].values] * 2
     of_maps = [isinstance(value, bytes) for value in described[1].values]
     assert layout(found.asm["ptx"], of_maps)[1] == layout(made.asm["ptx"], of_maps)[1]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "contiguous"), (3, "zigzag"), (8, "zigzag"), (8, "balanced")])
+def test_the_kernels_of_a_plain_call_are_among_those_that_a_wheel_ships(ranks, layout):
+    ships = plain_cases(((128, 128),))
+    called = kernels_of(problems(ModelAttention(heads=24, kv_heads=3), "sm_90", ranks, layout, "auto"))
+    assert {launch.specialization(90) for launch in called} <= ships.keys()

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 from ring_attn_core.kernels import shipped
 from ring_attn_core.kernels.compile import compile_here, sources, start
+from ring_attn_core.kernels.launch import Launch, Specialization
 
 from . import ModelAttention, kernels_of, problems
 
@@ -21,7 +22,20 @@ RINGS = (1, "contiguous", "auto"), *((ranks, layout, name) for ranks in (2, 4) f
     ("zigzag", "ring"), ("zigzag", "gather"), ("balanced", "ring"), ("balanced", "direct"),
 ))  # fmt: skip
 """Ranks, layouts and strategies. A ring of 4 has the kernels of larger ones, and "push" those of the ring."""
-GPU = "sm_90"
+CAPABILITY = 90
+GPU = f"sm_{CAPABILITY}"
+
+
+def plain_cases(widths: tuple[tuple[int, int], ...] = WIDTHS) -> dict[Specialization, Launch]:
+    """Return a launch of each kernel of the plain cases."""
+    needed = {}
+    for head_dim, v_dim in widths:
+        for arrays in (frozenset[str](), frozenset({"extents"})):
+            attention = ModelAttention(head_dim=head_dim, v_dim=v_dim, arrays=arrays)
+            for ranks, layout, strategy in RINGS:
+                for launch in kernels_of(problems(attention, GPU, ranks, layout, strategy)):
+                    needed[launch.specialization(CAPABILITY)] = launch
+    return needed
 
 
 def main(widths: tuple[tuple[int, int], ...] = WIDTHS) -> None:
@@ -30,16 +44,10 @@ def main(widths: tuple[tuple[int, int], ...] = WIDTHS) -> None:
 
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # three quarters of a binary
     rmtree(shipped.FOLDER, ignore_errors=True)
-    needed = {}
-    for head_dim, v_dim in widths:
-        for arrays in (frozenset[str](), frozenset({"extents"})):
-            attention = ModelAttention(head_dim=head_dim, v_dim=v_dim, arrays=arrays)
-            for ranks, layout, strategy in RINGS:
-                for launch in kernels_of(problems(attention, GPU, ranks, layout, strategy)):
-                    needed[launch.specialization(int(GPU.removeprefix("sm_")))] = launch
+    needed = plain_cases(widths)
     with TemporaryDirectory() as folder:
         knobs.cache.dir = folder
-        for worker in start(needed.values(), int(GPU.removeprefix("sm_"))):
+        for worker in start(needed.values(), CAPABILITY):
             worker.wait()
         size = sum(shipped.save(of, sources(), compile_here(of)) for of in needed)
     print(f"{len(needed)} kernels, {size / 2**20:.1f} MiB in {shipped.FOLDER}")
