@@ -40,7 +40,7 @@ def _balanced(problem: Problem) -> str | None:
     """Return why the Triton kernels cannot run a balanced layout, or None. They take a shard as one run of local indices, so its
     positions must ascend; ALiBi and dropout need the positions themselves."""
     layout = problem.options.layout
-    if not isinstance(layout, BalancedLayout) and not problem.traced_layout:
+    if (not isinstance(layout, BalancedLayout) and not problem.traced_layout) or problem.options.order == "global":
         return None
     if counted := {"alibi_slopes", "dropout_seed"}.intersection(array.name for array in problem.arrays):
         return f"{min(counted)} counts positions along runs, and those of a balanced layout are of any length"
@@ -327,8 +327,8 @@ def check_backend(backend: str, framework: str = "torch") -> None:
 
 def _objection(candidate: Candidate, problem: Problem) -> str | None:
     """Return why a candidate cannot run a problem, or None."""
-    if problem.options.order == "global" and candidate.name != "blockwise":
-        return 'order="global" runs on "blockwise" alone so far, and the kernels follow'
+    if problem.options.order == "global" and candidate.name in VENDORS:
+        return "its order of additions depends on the ranks, so it cannot keep order=\"global\""
     return candidate.objection(problem)
 
 
