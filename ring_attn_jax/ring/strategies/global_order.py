@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring_attn_core.plan.global_order import GlobalPlan
+from ring_attn_core.plan.global_order import GlobalPlan, OwnRuns
 
 from ...attend.keys import Keys, along_tokens, clipped, joined, side_by_side
-from ...attend.score import Score
+from ...attend.score import OwnTiles, Score
 from ...attend.state import BackwardInputs, Gradients
 from ..step import Ring
 from ..transfer import all_gather
@@ -39,7 +39,8 @@ class GlobalOrder(OneWay):
         spread, keys, extents, own_queries, own_keys = lax.optimization_barrier(
             (spread, along_tokens(of_k.sort, whole), extents, of_q.own, of_k.own)
         )
-        return spread, keys, replace(score, extents=extents, own_queries=own_queries, own_keys=own_keys)
+        score = replace(score, extents=extents, own_queries=own_queries, own_keys=own_keys)
+        return spread, keys, replace(score, query_tiles=of_q.tiles, key_tiles=of_k.tiles)
 
     def collect(self, results: tuple[jax.Array, ...], ring: Ring) -> tuple[jax.Array, ...]:
         """Return the results of this rank's own queries. At padding out is 0 and lse -inf."""
@@ -60,11 +61,12 @@ class GlobalOrder(OneWay):
 
 class _Tokens(NamedTuple):
     """``order`` [n]: the index in the joined shards of the token at each position from 0 on. ``places``: the position of each
-    token of this rank's shard, ``length`` and above at padding."""
+    token of this rank's shard, ``length`` and above at padding. ``tiles``: for kernels."""
 
     order: jax.Array
     places: jax.Array
     length: int
+    tiles: OwnTiles | None
 
     @property
     def own(self) -> jax.Array:
@@ -83,9 +85,25 @@ class _Tokens(NamedTuple):
 
 def _tokens(ring: Ring) -> tuple[_Tokens, _Tokens]:
     """Return the indices of the queries and of the keys."""
-    plan = ring.plan
+    plan, rank = ring.plan, lax.axis_index(ring.axis)
     assert isinstance(plan, GlobalPlan)
-    of = lambda places, length, slot: _Tokens(
-        jnp.asarray(places.reshape(-1).argsort()[:slot], jnp.int32), jnp.asarray(places)[lax.axis_index(ring.axis)], length
+    of = lambda places, length, slot, own: _Tokens(
+        jnp.asarray(places.reshape(-1).argsort()[:slot], jnp.int32),
+        jnp.asarray(places)[rank],
+        length,
+        None if own is None else _tiles(own, rank, slot),
     )
-    return of(plan.q_places, plan.length, plan.q_slot), of(plan.k_places, plan.kv_length, plan.k_slot)
+    return (
+        of(plan.q_places, plan.length, plan.q_slot, plan.own_queries),
+        of(plan.k_places, plan.kv_length, plan.k_slot, plan.own_keys),
+    )
+
+
+def _tiles(own: OwnRuns, rank: jax.Array, slot: int) -> OwnTiles:
+    """Return the indices of this rank's tiles in arrays of ``slot`` tokens."""
+    bases, lengths, starts, _ = jnp.asarray(own.runs, jnp.int32)[rank].T[..., None]
+    at = jnp.arange(slot, dtype=jnp.int32)
+    inside = (at >= starts) & (at < starts + lengths)
+    places = jnp.max(jnp.where(inside, at - starts + bases, 0), 0)
+    order = (starts + jnp.arange(own.slot, dtype=jnp.int32)).reshape(-1)
+    return OwnTiles(jnp.asarray(own.rows, jnp.int32)[rank], order, places)
