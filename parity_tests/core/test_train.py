@@ -92,6 +92,8 @@ def test_the_table_of_the_docs_has_every_key_with_its_default():
         ("[optimizer]\ndecay = nan", "optimizer.decay must be at least 0 and finite, got nan"),
         ("[ring]\nactivations = 'foo'", "activations must be one of keep, recompute, offload, got 'foo'"),
         ("[ring]\nstrategy = 'foo'", "unknown strategy 'foo': choose one of auto, ring"),
+        ("[ring]\norder = 'foo'", 'order must be "ring" or "global", got \'foo\''),
+        ("[ring]\norder = 'global'\nstrategy = 'direct'", "strategy='direct' adds keys in the order in which they arrive"),
         ("[ring]\nbackend = 'foo'", "unknown backend 'foo': choose \"auto\" or one of hopper"),
         ("steps = 0", "steps must be at least 1, got 0"),
         ("seed = 2147483647", "seed + steps must be at most 2147483647"),

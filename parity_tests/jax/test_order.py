@@ -9,20 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ring_attn_jax import TracedLayout, sharded_ring_attention
+from ring_attn_jax import TracedLayout, loss, sharded_ring_attention
 
+from ..support.losses import exact_loss
+from ..support.models import layer_data
 from ..support.orders import (
     BALANCED,
     BALANCED_RINGS,
+    IN_LOSS,
     MORE_RINGS,
     ORDERED,
     RINGS,
     TWO_FEATURES,
     check_bits,
     check_other_documents,
+    loss_data,
+    selections,
 )
 from ..support.selection import first, one_in
-from .ring import mesh_of, run, run_once
+from .models import REPLICATED, run_layer
+from .ring import SEQ, mesh_of, run, run_once
 
 
 @pytest.mark.parametrize("case", first(ORDERED.values(), 1), ids=ORDERED)
@@ -73,3 +79,31 @@ def test_a_traced_layout_is_refused():
     q, layout = jnp.zeros((1, 61, 2, 4)), TracedLayout.of(BALANCED.layout)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r'order="global" does not run a TracedLayout: pass the shard\.layout'):
         sharded_ring_attention(q, q, q, mesh=mesh_of(1), layout=layout, order="global")
+
+
+def test_a_layer_has_the_same_bits_on_1_and_2_ranks():
+    x, dout = layer_data()
+    one, two = (
+        run_layer(selections(), x, dout, ranks, {"layout": "zigzag", "order": "global"}, whole=ranks == 2) for ranks in (1, 2)
+    )
+    assert one["out"].tobytes() == two["out"].tobytes()
+    assert one["dx"].tobytes() == two["dx"].tobytes()
+
+
+def loss_and_gradient(ranks, shards, weighted):
+    value = lambda x, labels, weights: loss(x, labels, label_weights=weights if weighted else None, order="global")
+    specs = {"in_specs": (SEQ, SEQ, SEQ), "out_specs": (REPLICATED, SEQ)}
+    return jax.jit(jax.shard_map(jax.value_and_grad(value), mesh=mesh_of(ranks), **specs))(*shards)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_loss_has_the_same_bits_on_1_2_and_4_ranks(weighted):
+    results = []
+    for ranks, layout in IN_LOSS:
+        shards, order = loss_data(ranks, layout)
+        value, gradient = loss_and_gradient(ranks, shards, weighted)
+        results.append((float(value), np.asarray(gradient)[:, np.argsort(order)].tobytes()))
+    assert all(each == results[0] for each in results)
+    (logits, labels, weights), _ = loss_data(1, "contiguous")
+    truth = exact_loss(logits, np.eye(logits.shape[-1]), labels, weights=weights if weighted else None)["loss"]
+    assert abs(results[0][0] / truth - 1) < 1e-6

@@ -29,7 +29,7 @@ from ring_attn_torch.call import prepare
 from ..support.cases import MASKS, SPECIAL, Case, check, check_future_unseen, check_kept, one_hot
 from ..support.combinations import COMBINATIONS, EVERYTHING, SINKS_ALONE, TREES, check_sinks_alone, with_nan_in_dlse
 from ..support.large_scores import SIZES, check_exact, check_no_ring_adds_errors, large
-from ..support.orders import KERNEL_RINGS, ORDERED_KERNELS, check_bits
+from ..support.orders import BALANCED, BALANCED_RINGS, KERNEL_RINGS, ORDERED_KERNELS, check_bits
 from ..support.selection import first, one_in
 from ..support.spawn import Ranks
 from ..support.strategies import EACH
@@ -137,9 +137,15 @@ def test_special_cases_are_exact(interpreter, case):
     check(case, run(interpreter, case))
 
 
-@pytest.mark.parametrize("case", first(ORDERED_KERNELS, 2), ids=str)
-def test_in_global_order_kernels_have_the_same_bits_on_every_ring(interpreter, case):
-    check_bits(replace(case, poison=True), partial(run, interpreter), KERNEL_RINGS)
+@pytest.mark.parametrize(("case", "rings"), first([(case, KERNEL_RINGS[: i or 1]) for i, case in enumerate(ORDERED_KERNELS)]))
+def test_in_global_order_kernels_have_the_same_bits_on_every_ring(interpreter, case, rings):
+    check_bits(replace(case, poison=True), partial(run, interpreter), rings)
+
+
+@pytest.mark.exhaustive
+def test_in_global_order_kernels_have_the_same_bits_in_balanced_layouts(interpreter):
+    rings = [ring for ring in BALANCED_RINGS if ring["ranks"] <= 3]
+    check_bits(replace(BALANCED, dtype="float16", heads=2, kv_heads=1), partial(run, interpreter), rings)
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)

@@ -328,7 +328,7 @@ def check_backend(backend: str, framework: str = "torch") -> None:
 def _objection(candidate: Candidate, problem: Problem) -> str | None:
     """Return why a candidate cannot run a problem, or None."""
     if problem.options.order == "global" and candidate.name in VENDORS:
-        return "its order of additions depends on the ranks, so it cannot keep order=\"global\""
+        return 'its order of additions depends on the ranks, so it cannot keep order="global"'
     return candidate.objection(problem)
 
 

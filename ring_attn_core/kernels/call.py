@@ -186,5 +186,7 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: fr
         portable=portable,
         values_in_keys=problem.options.values_in_keys,
         ordered=ordered,
-        own=tuple(x and (len(x.runs[0]), x.slot * len(x.runs[0])) for x in (plan.own_queries, plan.own_keys)) if ordered else (None, None),
+        own=tuple(x and (len(x.runs[0]), x.slot * len(x.runs[0])) for x in (plan.own_queries, plan.own_keys))
+        if ordered
+        else (None, None),
     )

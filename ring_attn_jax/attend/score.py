@@ -33,8 +33,10 @@ class OwnTiles(NamedTuple):
 @partial(
     jax.tree_util.register_dataclass,
     meta_fields=["scale", "softcap", "dropout_rate"],
-    data_fields=["extents", "sinks", "alibi_slopes", "dropout_seed", "positions", "step_positions"]
-    + ["own_queries", "own_keys", "query_tiles", "key_tiles"],
+    data_fields=[
+        *("extents", "sinks", "alibi_slopes", "dropout_seed", "positions", "step_positions"),
+        *("own_queries", "own_keys", "query_tiles", "key_tiles"),
+    ],
 )
 @dataclass(frozen=True)
 class Score:

@@ -37,28 +37,59 @@ class Labels(NamedTuple):
 
 
 class ChunkSettings(NamedTuple):
-    """The ignored label, and the maximum number of tokens in a chunk; a chunk has at least one token of each batch row."""
+    """The ignored label, and the maximum number of tokens in a chunk; a chunk has at least one token of each batch row.
+    ``exact``: sums of cross-entropies are also computed by ``exact_sum``."""
 
     ignored: int
     chunk: int
+    exact: bool = False
 
 
-def sum_of_logits(logits: jax.Array, labels: Labels, settings: ChunkSettings) -> jax.Array:
-    """Return the weighted sum of the cross-entropies of ``logits`` [... vocab] and ``labels`` [...], in at least float32."""
+Sums = tuple[jax.Array, jax.Array | None]
+"""A weighted sum of cross-entropies, in at least float32, and its ``exact_sum`` if the settings ask for it."""
+
+QUANTA = range(24, -49, -8)
+"""Exponents of 2: the quantum of each integer of ``exact_sum``."""
+
+
+def exact_sum(x: jax.Array) -> jax.Array:
+    """Return the sum of ``x`` as int32 [10], multiples of the quanta. Each number is rounded to the last quantum, and their sum
+    is exact, so that it does not depend on the order of additions: up to 4M numbers below 2^32 fit."""
+    rest, found = x.astype(accumulation_dtype(x.dtype)), []
+    for exponent in QUANTA:
+        whole = jnp.round(rest * 2.0**-exponent)
+        found.append(whole.astype(jnp.int32).sum(dtype=jnp.int32))
+        rest = rest - whole * 2.0**exponent
+    return jnp.stack(found)
+
+
+def from_exact(sums: jax.Array, dtype: Any) -> jax.Array:
+    """Return the number that an ``exact_sum`` or a sum of such stands for."""
+    digits, carry = [], jnp.zeros_like(sums[0])
+    for i in range(len(QUANTA) - 1, 0, -1):
+        whole = sums[i] + carry
+        carry = whole >> 8
+        digits.append((whole & 255).astype(dtype) * 2.0 ** QUANTA[i])
+    return sum([*digits, (sums[0] + carry).astype(dtype) * 2.0 ** QUANTA[0]], jnp.zeros((), dtype))
+
+
+def sum_of_logits(logits: jax.Array, labels: Labels, settings: ChunkSettings) -> Sums:
+    """Return the weighted sum of the cross-entropies of ``logits`` [... vocab] and ``labels`` [...]."""
     return _sum_of_logits(*vary_alike((), logits, labels), settings)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _sum_of_logits(logits: jax.Array, labels: Labels, settings: ChunkSettings) -> jax.Array:
+def _sum_of_logits(logits: jax.Array, labels: Labels, settings: ChunkSettings) -> Sums:
     return _entropy(logits, labels, settings)[0]
 
 
-def _logits_forward(logits: jax.Array, labels: Labels, settings: ChunkSettings) -> tuple[jax.Array, Any]:
-    total, lse = _entropy(logits, labels, settings)
-    return total, (logits, labels, lse)
+def _logits_forward(logits: jax.Array, labels: Labels, settings: ChunkSettings) -> tuple[Sums, Any]:
+    sums, lse = _entropy(logits, labels, settings)
+    return sums, (logits, labels, lse)
 
 
-def _logits_backward(settings: ChunkSettings, kept: Any, dtotal: jax.Array) -> tuple[jax.Array, None]:
+def _logits_backward(settings: ChunkSettings, kept: Any, dsums: tuple[jax.Array, Any]) -> tuple[jax.Array, None]:
+    dtotal, _ = dsums
     logits, labels, lse = lax.optimization_barrier((*kept,))  # else XLA keeps the logits that the forward converted
     dlogits = (_dlogits(logits, labels, lse, settings) * dtotal).astype(logits.dtype)
     return lax.optimization_barrier(dlogits), None
@@ -67,7 +98,7 @@ def _logits_backward(settings: ChunkSettings, kept: Any, dtotal: jax.Array) -> t
 _sum_of_logits.defvjp(_logits_forward, _logits_backward)
 
 
-def sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings) -> jax.Array:
+def sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings) -> Sums:
     """Return the weighted sum of the cross-entropies of ``hidden head^T``, hidden [b s dim], head [vocab dim], labels [b s].
 
     Products are computed in hidden's dtype; the softmax and sums over tokens in at least float32.
@@ -77,17 +108,17 @@ def sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: Labels, settings: 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings) -> jax.Array:
+def _sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings) -> Sums:
     return _of_chunks(hidden, head, labels, settings, gradients=False)[0]
 
 
-def _hidden_forward(hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings) -> tuple[jax.Array, Any]:
-    total, dhidden, dhead = _of_chunks(hidden, head, labels, settings, gradients=True)
-    return total, (dhidden, dhead)
+def _hidden_forward(hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings) -> tuple[Sums, Any]:
+    sums, dhidden, dhead = _of_chunks(hidden, head, labels, settings, gradients=True)
+    return sums, (dhidden, dhead)
 
 
-def _hidden_backward(settings: ChunkSettings, kept: Any, dtotal: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    dhidden, dhead = kept
+def _hidden_backward(settings: ChunkSettings, kept: Any, dsums: tuple[jax.Array, Any]) -> tuple[jax.Array, jax.Array, None]:
+    (dhidden, dhead), (dtotal, _) = kept, dsums
     return (dhidden.astype(dtotal.dtype) * dtotal).astype(dhidden.dtype), dhead * dtotal, None
 
 
@@ -96,38 +127,41 @@ _sum_of_hidden.defvjp(_hidden_forward, _hidden_backward)
 
 def _of_chunks(
     hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings, *, gradients: bool
-) -> tuple[jax.Array, Any, Any]:
-    """Return (summed cross-entropy, dhidden, dhead), computed chunk by chunk. Without ``gradients`` both gradients are None."""
+) -> tuple[Sums, Any, Any]:
+    """Return (sums, dhidden, dhead), computed chunk by chunk. Without ``gradients`` both gradients are None."""
     weight, dtype, tokens = head.astype(hidden.dtype), head.dtype, hidden.shape[1]
 
     def step(carry: Any, chunk: Any) -> tuple[Any, Any]:
-        (total, dhead), (x, labels) = carry, chunk
+        (sums, dhead), (x, labels) = carry, chunk
         x = jnp.where((labels.labels != settings.ignored)[..., None], x, 0)  # hidden states of ignored labels may be NaN
         logits = jnp.einsum("bcd,vd->bcv", x, weight, preferred_element_type=dtype)
         part, lse = _entropy(logits, labels, settings)
+        sums = jax.tree.map(jnp.add, sums, part)
         if not gradients:
-            return (total + part, None), None
+            return (sums, None), None
         dlogits = _dlogits(logits, labels, lse, settings).astype(x.dtype)
         dhead = dhead + jnp.einsum("bcv,bcd->vd", dlogits, x, preferred_element_type=dtype)
-        return (total + part, dhead), jnp.einsum("bcv,vd->bcd", dlogits, weight)
+        return (sums, dhead), jnp.einsum("bcv,vd->bcd", dlogits, weight)
 
     length = max(settings.chunk // max(hidden.shape[0], 1), 1)
     weights = None if labels.weights is None else to_chunks(labels.weights, length)
     chunks = to_chunks(hidden, length), Labels(to_chunks(labels.labels, length, settings.ignored), weights)
-    zeros = jnp.zeros((), dtype), jnp.zeros(head.shape, dtype) if gradients else None
+    none = jnp.zeros((), dtype), jnp.zeros(len(QUANTA), jnp.int32) if settings.exact else None
+    zeros = none, jnp.zeros(head.shape, dtype) if gradients else None
     zeros, _ = vary_alike((), zeros, hidden)
-    (total, dhead), dhidden = lax.scan(step, zeros, chunks)
-    return total, None if dhidden is None else from_chunks(dhidden, tokens), dhead
+    (sums, dhead), dhidden = lax.scan(step, zeros, chunks)
+    return sums, None if dhidden is None else from_chunks(dhidden, tokens), dhead
 
 
-def _entropy(logits: jax.Array, of: Labels, settings: ChunkSettings) -> tuple[jax.Array, jax.Array]:
-    """Return the summed cross-entropy, and the log-sum-exp of each token. The sum is NaN if a label is outside the vocabulary."""
+def _entropy(logits: jax.Array, of: Labels, settings: ChunkSettings) -> tuple[Sums, jax.Array]:
+    """Return the sums, and the log-sum-exp of each token. The first sum is NaN if a label is outside the vocabulary."""
     labels = of.labels
     wide, kept = logits.astype(accumulation_dtype(logits.dtype)), labels != settings.ignored
     lse = jax.nn.logsumexp(wide, -1)
     index = jnp.where(kept, jnp.where(labels < 0, logits.shape[-1], labels), 0)  # negative indices count from the end
     chosen = jnp.take_along_axis(logits, index[..., None], -1, mode="fill")[..., 0].astype(wide.dtype)
-    return of.weighted(jnp.where(kept, lse - chosen, 0)).sum(), lse
+    each = of.weighted(jnp.where(kept, lse - chosen, 0))
+    return (each.sum(), exact_sum(each) if settings.exact else None), lse
 
 
 def _dlogits(logits: jax.Array, of: Labels, lse: jax.Array, settings: ChunkSettings) -> jax.Array:

@@ -110,7 +110,9 @@ class Kernels:
         """Return the gradient of q from these keys, plus ``dq`` if not None. After the ``last`` step the sum is in q's dtype."""
         call, own = self.call.of_own_queries, score.query_tiles
         if own is not None:
-            of_q = of_q._replace(q=own.take(of_q.q), dout=own.take(of_q.dout), lse=own.take(of_q.lse, 2), delta=own.take(of_q.delta, 2))
+            of_q = of_q._replace(
+                q=own.take(of_q.q), dout=own.take(of_q.dout), lse=own.take(of_q.lse, 2), delta=own.take(of_q.delta, 2)
+            )
             rows, score = own.rows, _of_own(score)
         arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if dq is not None:

@@ -26,12 +26,14 @@ from ring_attn_core.model.chunks import even_chunk
 
 class Labels(NamedTuple):
     """The int64 ``labels`` [n] of tokens, the ``ignored`` label, and the maximum number of tokens in a ``chunk``. ``weights``
-    [n], in at least float32: the factor of each token's cross-entropy, 0 at ignored labels. None means 1 for all."""
+    [n], in at least float32: the factor of each token's cross-entropy, 0 at ignored labels. None means 1 for all. ``exact``: sums
+    of cross-entropies are also computed by ``exact_sum``."""
 
     labels: Tensor
     ignored: int
     chunk: int
     weights: Tensor | None = None
+    exact: bool = False
 
     def weighted(self, x: Tensor, rows: slice) -> Tensor:
         """Multiply ``x`` [tokens, ...] in place by the weights of the tokens ``rows``, if there are weights. Return ``x``."""
@@ -45,14 +47,39 @@ class Labels(NamedTuple):
         return (slice(start, min(start + step, tokens)) for start in range(0, tokens, step))
 
 
-def sum_of_logits(logits: Tensor, labels: Labels) -> Tensor:
-    """Return the weighted sum of the cross-entropies of ``logits`` [n vocab] as a 0-d tensor, in at least float32."""
+Sums = tuple[Tensor, Tensor | None]
+"""A weighted sum of cross-entropies, 0-d in at least float32, and its ``exact_sum`` if the labels ask for it."""
+
+QUANTA = 20, -20, -60
+"""Exponents of 2: the quantum of each integer of ``exact_sum``."""
+
+
+def exact_sum(x: Tensor) -> Tensor:
+    """Return the sum of ``x`` [n] as int64 [3], multiples of the quanta. Each number is rounded to the last quantum, and their
+    sum is exact, so that it does not depend on the order of additions: up to 4M numbers below 2^60 fit."""
+    rest, found = x.double(), []
+    for exponent in QUANTA:
+        whole = torch.ldexp(rest, x.new_tensor(-exponent, dtype=torch.float64)).round_()
+        found.append(whole.long().sum())
+        rest = rest - torch.ldexp(whole, x.new_tensor(exponent, dtype=torch.float64))
+    return torch.stack(found)
+
+
+def from_exact(sums: Tensor) -> Tensor:
+    """Return the number, 0-d float64, that an ``exact_sum`` or a sum of such stands for."""
+    return sum(sums[i].double() * 2.0 ** QUANTA[i] for i in (2, 1, 0))  # type: ignore[return-value]
+
+
+def sum_of_logits(logits: Tensor, labels: Labels) -> Sums:
+    """Return the weighted sum of the cross-entropies of ``logits`` [n vocab]."""
     if torch.is_grad_enabled() and logits.requires_grad:
-        return _SumOfLogits.apply(logits, *labels)[0]  # type: ignore[index]
-    return _of_logits(logits, labels)[0]
+        total, _, exact = _SumOfLogits.apply(logits, *labels)  # type: ignore[misc]
+    else:
+        total, _, exact = _of_logits(logits, labels)
+    return total, exact
 
 
-def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Tensor:
+def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Sums:
     """Return the weighted sum of the cross-entropies of the logits ``hidden head^T``, from hidden [n dim] and head [vocab dim].
     Products take hidden's (or autocast's) dtype; softmax and sums over tokens, such as the head's gradient, are at least float32.
     """
@@ -63,7 +90,7 @@ def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Tensor:
         if torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
             links = hidden[:0].clone(), head[:0].clone()
             return _SumOfHidden.apply(hidden, head, *labels, *links)  # type: ignore[return-value]
-        return _of_hidden(hidden, head, labels, (False, False))[0]
+        return _of_hidden(hidden, head, labels, (False, False))[:2]
 
 
 def one_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
@@ -101,71 +128,80 @@ class _SumOfLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, ignored: int, chunk: int, weights: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        total, lse = _of_logits(logits, Labels(labels, ignored, chunk, weights))
+        ctx: Any, logits: Tensor, labels: Tensor, ignored: int, chunk: int, weights: Tensor | None, exact: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        total, lse, sums = _of_logits(logits, Labels(labels, ignored, chunk, weights, exact))
         ctx.save_for_backward(logits, labels, lse, weights)
-        ctx.mark_non_differentiable(lse)
+        ctx.mark_non_differentiable(lse, *([] if sums is None else [sums]))
         ctx.set_materialize_grads(False)
         ctx.settings = ignored, chunk
-        return total, lse
+        return total, lse, sums
 
     @staticmethod
     @one_derivative
-    def backward(ctx: Any, dtotal: Tensor | None, _: None) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, dtotal: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         logits, labels, lse, weights = ctx.saved_tensors
         if dtotal is None:
-            return None, None, None, None, None
+            return (None,) * 6
         of = Labels(labels, *ctx.settings, weights=weights)
         dlogits = torch.empty_like(logits)
         for rows in of.slices:
             p = (logits[rows].to(lse.dtype) - lse[rows, None]).exp_()
             dlogits[rows] = of.weighted(_minus_one_hot(p, labels[rows], of.ignored).mul_(dtotal), rows)
-        return dlogits, None, None, None, None
+        return dlogits, None, None, None, None, None
 
 
 class _SumOfHidden(torch.autograd.Function):
     """The autograd function of ``sum_of_hidden``. The forward computes the gradients per chunk, and the backward scales them.
-    ``rest``: the labels' weights or None, then empty slices of hidden and head, on which ``one_derivative`` needs saved tensors
-    to depend."""
+    ``rest``: the last fields of Labels, then empty slices of hidden and head, on which ``one_derivative`` needs saved tensors to
+    depend."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, ignored: int, chunk: int, *rest: Tensor | None) -> Tensor:
-        weights, *links = rest
-        total, *gradients = _of_hidden(hidden, head, Labels(labels, ignored, chunk, weights), ctx.needs_input_grad[:2])
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, ignored: int, chunk: int, *rest: Any) -> Sums:
+        weights, exact, *links = rest
+        of = Labels(labels, ignored, chunk, weights, exact)
+        total, sums, *gradients = _of_hidden(hidden, head, of, ctx.needs_input_grad[:2])
         ctx.save_for_backward(*gradients, *links)
+        if sums is not None:
+            ctx.mark_non_differentiable(sums)
         ctx.dtype = head.dtype
-        return total
+        return total, sums
 
     @staticmethod
     @one_derivative
-    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dtotal: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         dhidden, dhead, *_ = ctx.saved_tensors
         dhidden = None if dhidden is None else dhidden * dtotal
         dhead = None if dhead is None else (dhead * dtotal).to(ctx.dtype)
-        return dhidden, dhead, None, None, None, None, None, None
+        return dhidden, dhead, *[None] * 7
 
 
-def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy of ``logits`` [n vocab] with the labels ``of``, and each token's log-sum-exp [n]."""
+def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the summed cross-entropy of ``logits`` [n vocab] with the labels ``of``, each token's log-sum-exp [n], and the
+    ``exact_sum``."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     total, lse = logits.new_zeros((), dtype=dtype), logits.new_empty(logits.shape[0], dtype=dtype)
+    exact = logits.new_zeros(len(QUANTA), dtype=torch.int64) if of.exact else None
     for rows in of.slices:
         wide, labels = logits[rows].to(dtype), of.labels[rows]
         lse[rows] = wide.logsumexp(-1)
         wrong = strange_labels(labels, of.ignored, wide.shape[-1])
         each = lse[rows] + F.nll_loss(wide, labels.masked_fill(wrong, of.ignored), ignore_index=of.ignored, reduction="none")
         each = each.masked_fill_(labels == of.ignored, 0).masked_fill_(wrong, torch.nan)
-        total = total + of.weighted(each, rows).sum()
-    return total, lse
+        each = of.weighted(each, rows)
+        total = total + each.sum()
+        exact = None if exact is None else exact + exact_sum(each)
+    return total, lse, exact
 
 
 def _of_hidden(
     hidden: Tensor, head: Tensor, of: Labels, wanted: tuple[bool, bool]
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return (summed cross-entropy, dhidden in hidden's dtype, dhead in at least float32); a gradient not ``wanted`` is None."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return (summed cross-entropy, ``exact_sum``, dhidden in hidden's dtype, dhead in at least float32). A gradient not
+    ``wanted`` is None."""
     dtype, weight = torch.promote_types(hidden.dtype, torch.float32), head.to(hidden.dtype)
     total = hidden.new_zeros((), dtype=dtype)
+    exact = hidden.new_zeros(len(QUANTA), dtype=torch.int64) if of.exact else None
     dhidden = torch.empty_like(hidden) if wanted[0] else None
     dhead = torch.zeros_like(weight, dtype=dtype) if wanted[1] else None
     for rows in of.slices:
@@ -175,10 +211,12 @@ def _of_hidden(
         p = F.log_softmax(_product(x, weight.t(), dtype), -1)
         wrong = strange_labels(labels, of.ignored, p.shape[-1])
         kept = labels.masked_fill(wrong, of.ignored)
-        if of.weights is None:
+        if of.weights is None and exact is None:
             part = F.nll_loss(p, kept, ignore_index=of.ignored, reduction="sum")
         else:
-            part = of.weighted(F.nll_loss(p, kept, ignore_index=of.ignored, reduction="none"), rows).sum()
+            each = of.weighted(F.nll_loss(p, kept, ignore_index=of.ignored, reduction="none"), rows)
+            part = each.sum()
+            exact = None if exact is None else exact + exact_sum(each)
         total = total + part.masked_fill(wrong.any(), torch.nan)
         if dhidden is None and dhead is None:
             continue
@@ -187,7 +225,7 @@ def _of_hidden(
             dhidden[rows] = dlogits @ weight
         if dhead is not None:
             dhead = _plus_product(dhead, dlogits.t(), x)
-    return total, dhidden, dhead
+    return total, exact, dhidden, dhead
 
 
 def strange_labels(labels: Tensor, ignored: int, vocab: int) -> Tensor:
