@@ -59,9 +59,9 @@ def exact_sum(x: Tensor) -> Tensor:
     sum is exact, so that it does not depend on the order of additions: up to 4M numbers below 2^60 fit."""
     rest, found = x.double(), []
     for exponent in QUANTA:
-        whole = torch.ldexp(rest, x.new_tensor(-exponent, dtype=torch.float64)).round_()
+        whole = (rest * 2.0**-exponent).round_()
         found.append(whole.long().sum())
-        rest = rest - torch.ldexp(whole, x.new_tensor(exponent, dtype=torch.float64))
+        rest = rest - whole * 2.0**exponent
     return torch.stack(found)
 
 

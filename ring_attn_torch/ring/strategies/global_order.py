@@ -80,7 +80,7 @@ def _tokens(ring: Ring, device: torch.device) -> tuple[_Tokens, _Tokens]:
     return _tokens_of(ring.plan, rank_in(ring.group), device)
 
 
-@lru_cache(maxsize=8)  # an entry per plan, of some 30 bytes per token of a shard and 10 per token of the ring
+@lru_cache(maxsize=8)  # an entry per plan, of some 50 bytes per token of a shard and 30 per token of the ring
 def _tokens_of(plan: GlobalPlan, rank: int, device: torch.device) -> tuple[_Tokens, _Tokens]:
     """Return the indices of the queries and of the keys."""
     found = []
