@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from ring_attn_jax import TracedLayout, loss, sharded_ring_attention
+from ring_attn_jax import RingTransformer, TracedLayout, loss, sharded_ring_attention
 
 from ..support.losses import exact_loss
 from ..support.models import layer_data
@@ -107,3 +108,13 @@ def test_a_loss_has_the_same_bits_on_1_2_and_4_ranks(weighted):
     (logits, labels, weights), _ = loss_data(1, "contiguous")
     truth = exact_loss(logits, np.eye(logits.shape[-1]), labels, weights=weights if weighted else None)["loss"]
     assert abs(results[0][0] / truth - 1) < 1e-6
+
+
+def test_what_cannot_keep_the_order_is_refused_by_name():
+    with pytest.raises(ValueError, match='order must be "ring" or "global", got \'up\''):
+        loss(jnp.zeros((1, 4, 8)), jnp.zeros((1, 4), int), axis_name=None, order="up")
+    sizes = {"vocab": 5, "dim": 8, "depth": 1, "heads": 2, "mesh": mesh_of(1), "order": "global", "rngs": nnx.Rngs(0)}
+    with pytest.raises(ValueError, match=r'Mamba2 carries a state .* cannot keep order="global"'):
+        RingTransformer(**sizes, mixers=["mamba2"])
+    with pytest.raises(ValueError, match='prefill and decoding cannot keep order="global"'):
+        RingTransformer(**sizes).generate([[1, 2]], 1)
