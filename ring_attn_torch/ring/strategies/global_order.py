@@ -37,9 +37,10 @@ class GlobalOrder(OneWay):
             sent = all_gather(sent, ring.group).wait()
         else:
             sent = tuple([None if x is None else x[None] for x in sent])
-        moved: Any = [None if x is None else side_by_side(x).index_select(1, of_q.order) for x in sent[: -len(keys)]]
+        moved: Any = [None if x is None else of_q.sort(side_by_side(x)) for x in sent[: -len(keys)]]
         *spread, extents = moved
-        keys = along_tokens(lambda x: x.index_select(1, of_k.order), joined(Keys(*sent[-len(keys) :]), keys.kv.shape[1]))
+        keys = joined(Keys(*sent[-len(keys) :]), keys.kv.shape[1])
+        keys = keys if of_k.order is None else along_tokens(of_k.sort, keys)
         score = score._replace(extents=extents, own_queries=of_q.own, own_keys=of_k.own)
         return tuple(spread), keys, score._replace(query_tiles=of_q.tiles, key_tiles=of_k.tiles)
 
@@ -59,18 +60,24 @@ class GlobalOrder(OneWay):
 
 
 class _Tokens(NamedTuple):
-    """``order``: the index in the joined shards of the token at each position. ``own``: bool, this rank's positions. ``places``,
-    ``blank`` [n 1 1]: the position of each token of its shard, and whether it is padding, whose place is any. ``tiles``: for
-    kernels."""
+    """``order``: the index in the joined shards of the token at each position, None if it is the position. ``own``: bool, this
+    rank's positions. ``places``, ``blank`` [n 1 1]: the position of each token of its shard, and whether it is padding, whose
+    place is any. ``tiles``: for kernels."""
 
-    order: Tensor
+    order: Tensor | None
     own: np.ndarray
     places: Tensor
     blank: Tensor
     tiles: OwnTiles | None
 
+    def sort(self, x: Tensor) -> Tensor:
+        """Return the tokens of the joined shards ``x`` [b ranks*n ...] by position, without padding."""
+        return x if self.order is None else x.index_select(1, self.order)
+
     def select(self, x: Tensor, blank: float = 0.0) -> Tensor:
         """Return the own tokens of ``x`` [b s h ...] in the order of the shard; padding gets ``blank``."""
+        if self.order is None and self.own.all():
+            return x
         where = self.blank if x.ndim == 4 else self.blank[..., 0]
         return x.index_select(1, self.places).masked_fill_(where, blank)
 
@@ -90,10 +97,11 @@ def _tokens_of(plan: GlobalPlan, rank: int, device: torch.device) -> tuple[_Toke
     ):
         own = np.zeros(slot, bool)
         own[places[rank][places[rank] < length]] = True
-        order, mine = torch.from_numpy(places.reshape(-1).argsort()[:slot]), torch.from_numpy(places[rank]).long()
+        sorts, mine = places.reshape(-1).argsort()[:slot], torch.from_numpy(places[rank]).long()
+        order = None if np.array_equal(sorts, np.arange(places.size)) else torch.from_numpy(sorts).to(device)
         blank = (mine >= length)[:, None, None]
         tiles = None if runs is None else _tiles(runs, rank, slot, device)
-        found.append(_Tokens(order.to(device), own, mine.clamp(max=slot - 1).to(device), blank.to(device), tiles))
+        found.append(_Tokens(order, own, mine.clamp(max=slot - 1).to(device), blank.to(device), tiles))
     return found[0], found[1]
 
 
