@@ -52,20 +52,7 @@ RINGS: list[dict[str, Any]] = [
 MORE_RINGS = [{"ranks": ranks, "layout": layout} for ranks in (2, 3, 4, 8) for layout in ("zigzag", "contiguous", "striped")]
 
 BALANCED = case_of(1, extents="documents", mask=causal(), sinks=True)
-BALANCED_ORDERED_KERNELS = [
-    Case(length=150, batch=2, heads=2, kv_heads=1, softcap=2.0, sinks=True, dtype="float16"),
-    Case(length=101, batch=1, heads=2, kv_heads=1, mask=sliding_window(20), extents="documents", alibi=True, dropout_rate=0.3),
-    Case(length=101, batch=1, heads=2, kv_heads=1, key_mask="random", key_extents="any", dtype="float16"),
-    Case(length=101, batch=1, heads=2, kv_heads=1, mask=full(), kv_length=130, dtype="float16"),
-]
-KERNEL_RINGS: list[dict[str, Any]] = [
-    {"ranks": 2, "layout": "zigzag"},
-    {"ranks": 3, "layout": "contiguous"},
-    {"ranks": 2, "layout": "striped"},
-    {"ranks": 3, "layout": "zigzag"},
-]
-
-RINGS: list[dict[str, Any]] = [
+BALANCED_RINGS: list[dict[str, Any]] = [
     {"ranks": ranks, "layout": case_of(ranks, more, mask=causal()).layout} for ranks, more in ((2, 0), (4, 2))
 ] + [{"ranks": 3, "layout": "zigzag"}]
 """The layouts of the documents of ``BALANCED``, whose one rank holds all of them, and one that knows no documents."""
