@@ -40,7 +40,9 @@ def _balanced(problem: Problem) -> str | None:
     """Return why the Triton kernels cannot run a balanced layout, or None. They take a shard as one run of local indices, so its
     positions must ascend; ALiBi and dropout need the positions themselves."""
     layout = problem.options.layout
-    if (not isinstance(layout, BalancedLayout) and not problem.traced_layout) or problem.options.order == "global":
+    if not isinstance(layout, BalancedLayout) and not problem.traced_layout:
+        return None
+    if problem.options.order == "global":  # all tokens by position are one run
         return None
     if counted := {"alibi_slopes", "dropout_seed"}.intersection(array.name for array in problem.arrays):
         return f"{min(counted)} counts positions along runs, and those of a balanced layout are of any length"

@@ -157,11 +157,12 @@ class _SumOfHidden(torch.autograd.Function):
     depend."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, ignored: int, chunk: int, *rest: Any) -> Sums:
-        weights, exact, *links = rest
-        of = Labels(labels, ignored, chunk, weights, exact)
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, ignored: int, chunk: int, *rest: Tensor | bool | None
+    ) -> Sums:
+        of = Labels(labels, ignored, chunk, *rest[:2])  # type: ignore[arg-type]
         total, sums, *gradients = _of_hidden(hidden, head, of, ctx.needs_input_grad[:2])
-        ctx.save_for_backward(*gradients, *links)
+        ctx.save_for_backward(*gradients, *rest[2:])
         if sums is not None:
             ctx.mark_non_differentiable(sums)
         ctx.dtype = head.dtype
