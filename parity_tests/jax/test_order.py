@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +94,7 @@ def test_a_layer_has_the_same_bits_on_1_and_2_ranks():
 
 def loss_and_gradient(ranks, shards, weighted):
     value = lambda x, labels, weights: loss(x, labels, label_weights=weights if weighted else None, order="global")
-    specs = {"in_specs": (SEQ, SEQ, SEQ), "out_specs": (REPLICATED, SEQ)}
+    specs: dict[str, Any] = {"in_specs": (SEQ, SEQ, SEQ), "out_specs": (REPLICATED, SEQ)}
     return jax.jit(jax.shard_map(jax.value_and_grad(value), mesh=mesh_of(ranks), **specs))(*shards)
 
 
@@ -113,7 +114,15 @@ def test_a_loss_has_the_same_bits_on_1_2_and_4_ranks(weighted):
 def test_what_cannot_keep_the_order_is_refused_by_name():
     with pytest.raises(ValueError, match='order must be "ring" or "global", got \'up\''):
         loss(jnp.zeros((1, 4, 8)), jnp.zeros((1, 4), int), axis_name=None, order="up")
-    sizes = {"vocab": 5, "dim": 8, "depth": 1, "heads": 2, "mesh": mesh_of(1), "order": "global", "rngs": nnx.Rngs(0)}
+    sizes: dict[str, Any] = {
+        "vocab": 5,
+        "dim": 8,
+        "depth": 1,
+        "heads": 2,
+        "mesh": mesh_of(1),
+        "order": "global",
+        "rngs": nnx.Rngs(0),
+    }
     with pytest.raises(ValueError, match=r'Mamba2 carries a state .* cannot keep order="global"'):
         RingTransformer(**sizes, mixers=["mamba2"])
     with pytest.raises(ValueError, match='prefill and decoding cannot keep order="global"'):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,7 +98,11 @@ def test_a_layer_has_the_same_bits_on_1_2_and_3_ranks(gloo):
 
 def loss_on_rank(group, weighted, chunk, logits, labels, weights):
     leaf = torch.from_numpy(logits).requires_grad_()
-    options = {"label_weights": torch.from_numpy(weights) if weighted else None, "chunk": chunk, "order": "global"}
+    options: dict[str, Any] = {
+        "label_weights": torch.from_numpy(weights) if weighted else None,
+        "chunk": chunk,
+        "order": "global",
+    }
     value = loss(leaf, torch.from_numpy(labels), **options, group=group)
     return value.item(), torch.autograd.grad(value, leaf)[0].numpy()
 
@@ -129,7 +134,7 @@ def test_what_cannot_keep_the_order_is_refused_by_name():
     hidden = torch.zeros(1, 4, 8)
     with pytest.raises(ValueError, match='order must be "ring" or "global", got \'up\''):
         loss(hidden, torch.zeros(1, 4, dtype=torch.int64), order="up")
-    sizes = {"vocab": 5, "dim": 8, "depth": 1, "heads": 2}
+    sizes: dict[str, Any] = {"vocab": 5, "dim": 8, "depth": 1, "heads": 2}
     with pytest.raises(ValueError, match=r'Mamba2 carries a state .* cannot keep order="global"'):
         RingTransformer(**sizes, mixers=["mamba2"], order="global")
     model = RingTransformer(**sizes, order="global")

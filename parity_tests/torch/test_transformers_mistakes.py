@@ -126,7 +126,9 @@ def test_an_order_reaches_the_attention_of_every_layer_and_no_cache(monkeypatch:
         with pytest.raises(ValueError, match=r'cannot keep order="global"'):
             model.generate(IDS, max_new_tokens=1)
     assert seen == ["global", "global"]
-    for wrong, said in (({"order": "spiral"}, "order must be"), ({"order": "global", "strategy": "ring"}, "cannot keep order")):
+    spiral, ring = {"order": "spiral"}, {"order": "global", "strategy": "ring"}
+    cases: list[tuple[dict[str, Any], str]] = [(spiral, "order must be"), (ring, "cannot keep order")]
+    for wrong, said in cases:
         with pytest.raises(ValueError, match=said):
             hf.sequence_parallel(model, **wrong).__enter__()
 

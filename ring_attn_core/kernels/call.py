@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from ..dropout import rescale, threshold
-from ..plan.global_order import GlobalPlan
+from ..plan.global_order import GlobalPlan, OwnRuns
 from ..plan.ulysses import HeadSplit
 from ..problem.problem import Problem
 from ..records import hashed_once
@@ -155,7 +155,8 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: fr
     plan, (b, s, h, d), (_, t, g, _) = problem.steps, problem.q_shape, problem.k_shape
     head_split = plan.head_split or HeadSplit(h, g, 1)
     names = {array.name for array in problem.arrays}
-    one_run, ordered = plan.band_of_one_run is not None, isinstance(plan, GlobalPlan)
+    one_run = plan.band_of_one_run is not None
+    ordered = isinstance(plan, GlobalPlan)
     if one_run:
         names |= {"extents"}  # in a balanced layout the extents hold the mask too, in local indices
     if 0 in problem.q_shape:
@@ -186,7 +187,9 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: fr
         portable=portable,
         values_in_keys=problem.options.values_in_keys,
         ordered=ordered,
-        own=tuple(x and (len(x.runs[0]), x.slot * len(x.runs[0])) for x in (plan.own_queries, plan.own_keys))
-        if ordered
-        else (None, None),
+        own=(_runs_and_tokens(plan.own_queries), _runs_and_tokens(plan.own_keys)) if ordered else (None, None),
     )
+
+
+def _runs_and_tokens(own: OwnRuns | None) -> tuple[int, int] | None:
+    return None if own is None else (len(own.runs[0]), own.slot * len(own.runs[0]))

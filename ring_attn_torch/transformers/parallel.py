@@ -287,7 +287,7 @@ def ring_of_model(
     inside = hugging_face_model(model)
     settings = getattr(inside.config.get_text_config(), SETTINGS, None) or {}
     ring = _rings.get(inside, CallRing(ring_of(None), **settings))
-    given = {"group": None if group is None else ring_of(group), "layout": layout, "strategy": strategy, "order": order}
+    given: Any = {"group": None if group is None else ring_of(group), "layout": layout, "strategy": strategy, "order": order}
     ring = ring._replace(**{name: x for name, x in given.items() if x is not None})
     _check_layout(ring.layout)
     Options(strategy=ring.strategy, order=ring.order)
