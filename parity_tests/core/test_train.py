@@ -19,7 +19,7 @@ np = pytest.importorskip("numpy")
 from ring_attn_cli.main import app  # noqa: E402
 from ring_attn_cli.train import arithmetic, data, picture  # noqa: E402
 from ring_attn_cli.train.config import MODEL, Config, Data, Optimizer, Schedule, read  # noqa: E402
-from ring_attn_cli.train.folder import differences  # noqa: E402
+from ring_attn_cli.train.folder import check, differences  # noqa: E402
 from ring_attn_cli.train.loop import Log, lines  # noqa: E402
 from ring_attn_core.model.config import TransformerConfig  # noqa: E402
 from ring_attn_core.model.lora import LoRA  # noqa: E402
@@ -280,3 +280,11 @@ def test_a_picture_is_drawn_of_any_log(tmp_path: Path, evaluations: int):
     picture.draw(tmp_path / "log.jsonl", tmp_path / "train.png")
     for name in ("empty.png", "train.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_balanced_layout_in_global_order_is_refused_in_jax(tmp_path):
+    ring = replace(Config().ring, order="global", layout="balanced")
+    config = replace(Config(), out=str(tmp_path), ring=ring)
+    check(config, "torch")
+    with pytest.raises(ValueError, match="runs no balanced layout in JAX: take another ring.layout"):
+        check(config, "jax")

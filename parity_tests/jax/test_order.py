@@ -111,6 +111,13 @@ def test_a_loss_has_the_same_bits_on_1_2_and_4_ranks(weighted):
     assert abs(results[0][0] / truth - 1) < 1e-6
 
 
+@pytest.mark.parametrize("scale", [-0.1, 1e-16, 1e18])
+def test_a_sum_in_global_order_is_exact_for_weights_of_any_sign_and_size(scale):
+    logits, labels, weights = map(jnp.asarray, loss_data(1, "contiguous")[0])
+    summed = partial(loss, logits, labels, label_weights=scale * weights, reduction="sum", axis_name=None)
+    assert abs(summed(order="global") / summed(order="ring") - 1) < 1e-6
+
+
 def test_what_cannot_keep_the_order_is_refused_by_name():
     with pytest.raises(ValueError, match='order must be "ring" or "global", got \'up\''):
         loss(jnp.zeros((1, 4, 8)), jnp.zeros((1, 4), int), axis_name=None, order="up")

@@ -130,6 +130,13 @@ def test_a_loss_of_hidden_states_in_global_order_is_exact():
     assert abs(got.item() - truth) < 1e-14
 
 
+@pytest.mark.parametrize("scale", [-0.1, 1e-16, 1e18])
+def test_a_sum_in_global_order_is_exact_for_weights_of_any_sign_and_size(scale):
+    logits, labels, weights = map(torch.from_numpy, loss_data(1, "contiguous")[0])
+    summed = partial(loss, logits, labels, label_weights=scale * weights, reduction="sum")
+    assert abs(summed(order="global").item() / summed(order="ring").item() - 1) < 1e-6
+
+
 def test_what_cannot_keep_the_order_is_refused_by_name():
     hidden = torch.zeros(1, 4, 8)
     with pytest.raises(ValueError, match='order must be "ring" or "global", got \'up\''):

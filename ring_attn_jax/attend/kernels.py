@@ -42,7 +42,7 @@ class Kernels:
             q, rows, score = own.take(q), own.rows, _of_own(score)
         arrays = self._arrays(q, keys, rows, score)
         if total is not None:
-            arrays |= {name + "_in": own.take(x) if own else x for name, x in total._asdict().items() if x is not None}
+            arrays |= {name + "_in": x for name, x in total._asdict().items() if x is not None}
         _add_lists(arrays, steps.lists(call, "forward"))
         results = launch(steps.forward(call, total is None, last), arrays)
         return State(*(results if own is None else map(own.put, results)))

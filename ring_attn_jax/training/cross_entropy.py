@@ -38,39 +38,26 @@ class Labels(NamedTuple):
 
 class ChunkSettings(NamedTuple):
     """The ignored label, and the maximum number of tokens in a chunk; a chunk has at least one token of each batch row.
-    ``exact``: sums of cross-entropies are also computed by ``exact_sum``."""
+    ``each``: the cross-entropy of each token is returned beside their sum."""
 
     ignored: int
     chunk: int
-    exact: bool = False
+    each: bool = False
 
 
 Sums = tuple[jax.Array, jax.Array | None]
-"""A weighted sum of cross-entropies, in at least float32, and its ``exact_sum`` if the settings ask for it."""
-
-QUANTA = range(24, -49, -8)
-"""Exponents of 2: the quantum of each integer of ``exact_sum``."""
+"""A weighted sum of cross-entropies, in at least float32, and the summands, an array like the labels, if the settings ask."""
 
 
-def exact_sum(x: jax.Array) -> jax.Array:
-    """Return the sum of ``x`` as int32 [10], multiples of the quanta. Each number is rounded to the last quantum, and their sum
-    is exact, so that it does not depend on the order of additions: up to 4M numbers below 2^32 fit."""
-    rest, found = x.astype(accumulation_dtype(x.dtype)), []
-    for exponent in QUANTA:
-        whole = jnp.round(rest * 2.0**-exponent)
-        found.append(whole.astype(jnp.int32).sum(dtype=jnp.int32))
-        rest = rest - whole * 2.0**exponent
-    return jnp.stack(found)
-
-
-def from_exact(sums: jax.Array, dtype: Any) -> jax.Array:
-    """Return the number that an ``exact_sum`` or a sum of such stands for."""
-    digits, carry = [], jnp.zeros_like(sums[0])
-    for i in range(len(QUANTA) - 1, 0, -1):
-        whole = sums[i] + carry
-        carry = whole >> 8
-        digits.append((whole & 255).astype(dtype) * 2.0 ** QUANTA[i])
-    return sum([*digits, (sums[0] + carry).astype(dtype) * 2.0 ** QUANTA[0]], jnp.zeros((), dtype))
+def order_free_sum(x: jax.Array) -> jax.Array:
+    """Return the sum of ``x``, the same bits for any order of its numbers and any count of zeros among them: pairs are added, and
+    pairs of pairs, the largest numbers first."""
+    x = jnp.sort(x.reshape(-1))
+    x = x[jnp.argsort(-jnp.abs(x), stable=True)]
+    while len(x) > 1:
+        x = jnp.pad(x, (0, len(x) % 2))
+        x = x[0::2] + x[1::2]
+    return x.sum()
 
 
 def sum_of_logits(logits: jax.Array, labels: Labels, settings: ChunkSettings) -> Sums:
@@ -132,25 +119,25 @@ def _of_chunks(
     weight, dtype, tokens = head.astype(hidden.dtype), head.dtype, hidden.shape[1]
 
     def step(carry: Any, chunk: Any) -> tuple[Any, Any]:
-        (sums, dhead), (x, labels) = carry, chunk
+        (total, dhead), (x, labels) = carry, chunk
         x = jnp.where((labels.labels != settings.ignored)[..., None], x, 0)  # hidden states of ignored labels may be NaN
         logits = jnp.einsum("bcd,vd->bcv", x, weight, preferred_element_type=dtype)
         part, lse = _entropy(logits, labels, settings)
-        sums = jax.tree.map(jnp.add, sums, part)
+        total, each = total + part[0], part[1]
         if not gradients:
-            return (sums, None), None
+            return (total, None), (each, None)
         dlogits = _dlogits(logits, labels, lse, settings).astype(x.dtype)
         dhead = dhead + jnp.einsum("bcv,bcd->vd", dlogits, x, preferred_element_type=dtype)
-        return (sums, dhead), jnp.einsum("bcv,vd->bcd", dlogits, weight)
+        return (total, dhead), (each, jnp.einsum("bcv,vd->bcd", dlogits, weight))
 
     length = max(settings.chunk // max(hidden.shape[0], 1), 1)
     weights = None if labels.weights is None else to_chunks(labels.weights, length)
     chunks = to_chunks(hidden, length), Labels(to_chunks(labels.labels, length, settings.ignored), weights)
-    none = jnp.zeros((), dtype), jnp.zeros(len(QUANTA), jnp.int32) if settings.exact else None
-    zeros = none, jnp.zeros(head.shape, dtype) if gradients else None
+    zeros = jnp.zeros((), dtype), jnp.zeros(head.shape, dtype) if gradients else None
     zeros, _ = vary_alike((), zeros, hidden)
-    (sums, dhead), dhidden = lax.scan(step, zeros, chunks)
-    return sums, None if dhidden is None else from_chunks(dhidden, tokens), dhead
+    (total, dhead), by_chunks = lax.scan(step, zeros, chunks)
+    each, dhidden = [None if x is None else from_chunks(x, tokens) for x in by_chunks]
+    return (total, each), dhidden, dhead
 
 
 def _entropy(logits: jax.Array, of: Labels, settings: ChunkSettings) -> tuple[Sums, jax.Array]:
@@ -161,7 +148,7 @@ def _entropy(logits: jax.Array, of: Labels, settings: ChunkSettings) -> tuple[Su
     index = jnp.where(kept, jnp.where(labels < 0, logits.shape[-1], labels), 0)  # negative indices count from the end
     chosen = jnp.take_along_axis(logits, index[..., None], -1, mode="fill")[..., 0].astype(wide.dtype)
     each = of.weighted(jnp.where(kept, lse - chosen, 0))
-    return (each.sum(), exact_sum(each) if settings.exact else None), lse
+    return (each.sum(), each if settings.each else None), lse
 
 
 def _dlogits(logits: jax.Array, of: Labels, lse: jax.Array, settings: ChunkSettings) -> jax.Array:

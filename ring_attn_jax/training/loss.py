@@ -22,7 +22,7 @@ from ring_attn_core.validation import check_integer, in_words
 from ..attend.tiles import accumulation_dtype
 from ..axes import axes_of, checks_are_off, on_auto_axes, on_explicit_axes, unknown_axis, without_derivative
 from ..sharded import ShardedAxes
-from .cross_entropy import ChunkSettings, Labels, exact_sum, from_exact, sum_of_hidden, sum_of_logits
+from .cross_entropy import ChunkSettings, Labels, order_free_sum, sum_of_hidden, sum_of_logits
 
 
 def loss(
@@ -118,28 +118,39 @@ def _over_ranks(
     """Return the loss over the shards of all ranks along ``axis_name``, or over global arrays if ``axis_name`` is None."""
     labels = _constants(labels, settings.ignored, accumulation_dtype(logits.dtype), reduction)
     if head is None:
-        total, exact = sum_of_logits(logits, labels, settings)
+        total, each = sum_of_logits(logits, labels, settings)
     else:
         of_chunks = on_auto_axes(partial(sum_of_hidden, settings=settings), PartitionSpec())
         rows = logits.reshape(-1, *logits.shape[-2:]) if logits.ndim != 3 else logits
-        total, exact = of_chunks(rows, head, jax.tree.map(lambda x: x.reshape(rows.shape[:2]), labels))
+        total, each = of_chunks(rows, head, jax.tree.map(lambda x: x.reshape(rows.shape[:2]), labels))
     divisor = (labels.labels != settings.ignored).sum() if labels.weights is None else labels.weights.sum()
-    sums = [] if exact is None else [exact] if labels.weights is None else [exact, exact_sum(labels.weights)]
+    summed = [] if each is None else [each] if labels.weights is None else [each, labels.weights]
+    sums = [_of_all_ranks(x, axis_name) for x in summed]
     if axis_name is not None:
         total, divisor, *sums = _sum("loss", axis_name, total, divisor, *sums)
     if sums:
-        total = _exactly(total, sums[0])
-        divisor = divisor if labels.weights is None else _exactly(divisor, sums[1])
+        total = _with_value(total, sums[0])
+        divisor = divisor if labels.weights is None else sums[1]
     return total if reduction == "sum" else total / jnp.where(divisor == 0, jnp.inf, divisor.astype(total.dtype))
 
 
+def _of_all_ranks(x: jax.Array, axis_name: str | Sequence[str] | None) -> jax.Array:
+    """Return the ``order_free_sum`` of the shards of all ranks on the first of them, 0 on the others."""
+    x = lax.stop_gradient(x)
+    if axis_name is None:
+        return order_free_sum(x)
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    x = lax.pcast(x, missing, to="varying") if (missing := tuple(name for name in names if name not in axes_of(x))) else x
+    return jnp.where(lax.axis_index(names) == 0, order_free_sum(lax.all_gather(x, names)), 0)
+
+
 @jax.custom_vjp
-def _exactly(total: jax.Array, sums: jax.Array) -> jax.Array:
-    """Return the number of an ``exact_sum`` in place of ``total``, if that is finite. The gradient is that of ``total``."""
-    return jnp.where(jnp.isfinite(total), from_exact(sums, total.dtype), total)
+def _with_value(total: jax.Array, value: jax.Array) -> jax.Array:
+    """Return ``value`` with the gradient of ``total``."""
+    return value
 
 
-_exactly.defvjp(lambda total, sums: (_exactly(total, sums), None), lambda _, dtotal: (dtotal, None))
+_with_value.defvjp(lambda total, value: (value, None), lambda _, dtotal: (dtotal, None))
 
 
 def _constants(labels: Labels, ignored: int, dtype: Any, reduction: str) -> Labels:

@@ -46,8 +46,8 @@ class Kernels:
             q, rows, score = own.take(q), own.rows, _of_own(score)
         arrays = self._arrays(q, keys, rows, score)
         if total is not None:
-            arrays |= {name + "_in": own.take(x) if own else x for name, x in total._asdict().items() if x is not None}
-        _add_lists(arrays, steps.lists(call, "forward"))
+            arrays |= {name + "_in": x for name, x in total._asdict().items() if x is not None}
+        _add_lists(arrays, steps.lists(call, "forward"), shared=own is None)
         results = launch(steps.forward(call, total is None, last), arrays)
         return State(*(results if own is None else map(own.put, results)))
 
@@ -74,7 +74,7 @@ class Kernels:
         bounds = None
         if score.extents is not None and self.band is None:
             arrays = self._arrays(q, keys, rows, score)
-            _add_lists(arrays, (steps.extent_bounds(self.call),))
+            _add_lists(arrays, (steps.extent_bounds(self.call),), shared=score.query_tiles is None)
             bounds = arrays["bounds"]
         return BackwardInputs(q, dout, lse2, delta, dsinks, bounds)
 
@@ -117,7 +117,7 @@ class Kernels:
         arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if dq is not None:
             arrays["dq_in"] = dq
-        _add_lists(arrays, steps.lists(call, "dq"))
+        _add_lists(arrays, steps.lists(call, "dq"), shared=own is None)
         (dq,) = launch(steps.dq(call, dq is None, last), arrays)
         return dq if own is None else own.put(dq)
 
@@ -130,7 +130,7 @@ class Kernels:
         self._add_bounds(arrays, of_q)
         if arrived is not None:
             arrays["dkv_in"] = arrived
-        _add_lists(arrays, steps.lists(call, "dkv"))
+        _add_lists(arrays, steps.lists(call, "dkv"), shared=own is None)
         dkv = launch(steps.dkv(call, arrived is None, not call.packed), arrays)
         if own is not None:
             dkv = tuple(map(own.put, dkv))
@@ -171,11 +171,12 @@ def _finite(x: Tensor, where: Tensor) -> Tensor:
     return aligned(torch.where(where, x.nan_to_num(0, 0, 0), x))
 
 
-def _add_lists(arrays: dict[str, Tensor], launches: Iterable[Launch]) -> None:
-    """Add the outputs of ``launches`` to ``arrays`` by name. Cache the outputs of launches that read only ``LISTED`` arrays."""
+def _add_lists(arrays: dict[str, Tensor], launches: Iterable[Launch], shared: bool = True) -> None:
+    """Add the outputs of ``launches`` to ``arrays`` by name. Cache the outputs of launches that read only ``LISTED`` arrays, if
+    these are ``shared`` by the layers."""
     for each in launches:
         inputs = [arrays[name] for name in each.inputs]
-        if LISTED.issuperset(each.inputs) and reusable(inputs, inputs[0].device):
+        if shared and LISTED.issuperset(each.inputs) and reusable(inputs, inputs[0].device):
             outputs = _recent_lists(each, tuple(map(Unchanged, inputs)), stream_of(inputs[0].device))
         else:
             outputs = launch(each, arrays)

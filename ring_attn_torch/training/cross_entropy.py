@@ -26,14 +26,14 @@ from ring_attn_core.model.chunks import even_chunk
 
 class Labels(NamedTuple):
     """The int64 ``labels`` [n] of tokens, the ``ignored`` label, and the maximum number of tokens in a ``chunk``. ``weights``
-    [n], in at least float32: the factor of each token's cross-entropy, 0 at ignored labels. None means 1 for all. ``exact``: sums
-    of cross-entropies are also computed by ``exact_sum``."""
+    [n], in at least float32: the factor of each token's cross-entropy, 0 at ignored labels. None means 1 for all. ``each``: the
+    cross-entropy of each token is returned beside their sum."""
 
     labels: Tensor
     ignored: int
     chunk: int
     weights: Tensor | None = None
-    exact: bool = False
+    each: bool = False
 
     def weighted(self, x: Tensor, rows: slice) -> Tensor:
         """Multiply ``x`` [tokens, ...] in place by the weights of the tokens ``rows``, if there are weights. Return ``x``."""
@@ -48,35 +48,27 @@ class Labels(NamedTuple):
 
 
 Sums = tuple[Tensor, Tensor | None]
-"""A weighted sum of cross-entropies, 0-d in at least float32, and its ``exact_sum`` if the labels ask for it."""
-
-QUANTA = 20, -20, -60
-"""Exponents of 2: the quantum of each integer of ``exact_sum``."""
+"""A weighted sum of cross-entropies, 0-d in at least float32, and the summands [n] if the labels ask for them."""
 
 
-def exact_sum(x: Tensor) -> Tensor:
-    """Return the sum of ``x`` [n] as int64 [3], multiples of the quanta. Each number is rounded to the last quantum, and their
-    sum is exact, so that it does not depend on the order of additions: up to 4M numbers below 2^60 fit."""
-    rest, found = x.double(), []
-    for exponent in QUANTA:
-        whole = (rest * 2.0**-exponent).round_()
-        found.append(whole.long().sum())
-        rest = rest - whole * 2.0**exponent
-    return torch.stack(found)
-
-
-def from_exact(sums: Tensor) -> Tensor:
-    """Return the number, 0-d float64, that an ``exact_sum`` or a sum of such stands for."""
-    return sum(sums[i].double() * 2.0 ** QUANTA[i] for i in (2, 1, 0))  # type: ignore[return-value]
+def order_free_sum(x: Tensor) -> Tensor:
+    """Return the sum of ``x`` [n], the same bits for any order of its numbers and any count of zeros among them: pairs are added,
+    and pairs of pairs, the largest numbers first."""
+    x = x.sort().values
+    x = x[x.abs().argsort(stable=True, descending=True)]
+    while len(x) > 1:
+        x = F.pad(x, (0, len(x) % 2))
+        x = x[0::2] + x[1::2]
+    return x.sum()
 
 
 def sum_of_logits(logits: Tensor, labels: Labels) -> Sums:
     """Return the weighted sum of the cross-entropies of ``logits`` [n vocab]."""
     if torch.is_grad_enabled() and logits.requires_grad:
-        total, _, exact = _SumOfLogits.apply(logits, *labels)  # type: ignore[misc]
+        total, _, each = _SumOfLogits.apply(logits, *labels)  # type: ignore[misc]
     else:
-        total, _, exact = _of_logits(logits, labels)
-    return total, exact
+        total, _, each = _of_logits(logits, labels)
+    return total, each
 
 
 def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Sums:
@@ -128,14 +120,14 @@ class _SumOfLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, ignored: int, chunk: int, weights: Tensor | None, exact: bool
+        ctx: Any, logits: Tensor, labels: Tensor, ignored: int, chunk: int, weights: Tensor | None, each: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        total, lse, sums = _of_logits(logits, Labels(labels, ignored, chunk, weights, exact))
+        total, lse, summed = _of_logits(logits, Labels(labels, ignored, chunk, weights, each))
         ctx.save_for_backward(logits, labels, lse, weights)
-        ctx.mark_non_differentiable(lse, *([] if sums is None else [sums]))
+        ctx.mark_non_differentiable(lse, *([] if summed is None else [summed]))
         ctx.set_materialize_grads(False)
         ctx.settings = ignored, chunk
-        return total, lse, sums
+        return total, lse, summed
 
     @staticmethod
     @one_derivative
@@ -161,12 +153,12 @@ class _SumOfHidden(torch.autograd.Function):
         ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, ignored: int, chunk: int, *rest: Tensor | bool | None
     ) -> Sums:
         of = Labels(labels, ignored, chunk, *rest[:2])  # type: ignore[arg-type]
-        total, sums, *gradients = _of_hidden(hidden, head, of, ctx.needs_input_grad[:2])
+        total, each, *gradients = _of_hidden(hidden, head, of, ctx.needs_input_grad[:2])
         ctx.save_for_backward(*gradients, *rest[2:])
-        if sums is not None:
-            ctx.mark_non_differentiable(sums)
+        if each is not None:
+            ctx.mark_non_differentiable(each)
         ctx.dtype = head.dtype
-        return total, sums
+        return total, each
 
     @staticmethod
     @one_derivative
@@ -179,10 +171,10 @@ class _SumOfHidden(torch.autograd.Function):
 
 def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the summed cross-entropy of ``logits`` [n vocab] with the labels ``of``, each token's log-sum-exp [n], and the
-    ``exact_sum``."""
+    summands."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     total, lse = logits.new_zeros((), dtype=dtype), logits.new_empty(logits.shape[0], dtype=dtype)
-    exact = logits.new_zeros(len(QUANTA), dtype=torch.int64) if of.exact else None
+    summed = torch.empty_like(lse) if of.each else None
     for rows in of.slices:
         wide, labels = logits[rows].to(dtype), of.labels[rows]
         lse[rows] = wide.logsumexp(-1)
@@ -191,18 +183,19 @@ def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor, Tensor | Non
         each = each.masked_fill_(labels == of.ignored, 0).masked_fill_(wrong, torch.nan)
         each = of.weighted(each, rows)
         total = total + each.sum()
-        exact = None if exact is None else exact + exact_sum(each)
-    return total, lse, exact
+        if summed is not None:
+            summed[rows] = each
+    return total, lse, summed
 
 
 def _of_hidden(
     hidden: Tensor, head: Tensor, of: Labels, wanted: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return (summed cross-entropy, ``exact_sum``, dhidden in hidden's dtype, dhead in at least float32). A gradient not
+    """Return (summed cross-entropy, the summands, dhidden in hidden's dtype, dhead in at least float32). A gradient not
     ``wanted`` is None."""
     dtype, weight = torch.promote_types(hidden.dtype, torch.float32), head.to(hidden.dtype)
     total = hidden.new_zeros((), dtype=dtype)
-    exact = hidden.new_zeros(len(QUANTA), dtype=torch.int64) if of.exact else None
+    summed = hidden.new_empty(hidden.shape[0], dtype=dtype) if of.each else None
     dhidden = torch.empty_like(hidden) if wanted[0] else None
     dhead = torch.zeros_like(weight, dtype=dtype) if wanted[1] else None
     for rows in of.slices:
@@ -212,12 +205,13 @@ def _of_hidden(
         p = F.log_softmax(_product(x, weight.t(), dtype), -1)
         wrong = strange_labels(labels, of.ignored, p.shape[-1])
         kept = labels.masked_fill(wrong, of.ignored)
-        if of.weights is None and exact is None:
+        if of.weights is None and summed is None:
             part = F.nll_loss(p, kept, ignore_index=of.ignored, reduction="sum")
         else:
             each = of.weighted(F.nll_loss(p, kept, ignore_index=of.ignored, reduction="none"), rows)
             part = each.sum()
-            exact = None if exact is None else exact + exact_sum(each)
+            if summed is not None:
+                summed[rows] = each
         total = total + part.masked_fill(wrong.any(), torch.nan)
         if dhidden is None and dhead is None:
             continue
@@ -226,7 +220,7 @@ def _of_hidden(
             dhidden[rows] = dlogits @ weight
         if dhead is not None:
             dhead = _plus_product(dhead, dlogits.t(), x)
-    return total, exact, dhidden, dhead
+    return total, summed, dhidden, dhead
 
 
 def strange_labels(labels: Tensor, ignored: int, vocab: int) -> Tensor:

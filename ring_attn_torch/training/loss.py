@@ -19,7 +19,8 @@ from ring_attn_core.validation import check_integer, in_words
 from ..call.autograd import eager_only
 from ..ring.agreement import AgreedCall, agree_on, exchange
 from ..ring.groups import Group, is_dtensor, ranks_of, ring_of
-from .cross_entropy import Labels, exact_sum, from_exact, strange_labels, sum_of_hidden, sum_of_logits
+from ..ring.transfer import all_gather
+from .cross_entropy import Labels, order_free_sum, strange_labels, sum_of_hidden, sum_of_logits
 
 
 def loss(
@@ -78,11 +79,13 @@ def loss(
 
     alike = ("ignore_index", ignore_index), ("reduction", reduction), ("head", head is not None)
     alike = *alike, ("label_weights", label_weights is not None), ("order", order)
+    if order == "global":
+        alike = *alike, ("the number of tokens of a rank", labels.numel())
     agree_on(AgreedCall("loss", _device(logits), alike), ring, check)
     tokens = labels_of(labels, ignore_index, chunk, label_weights, torch.promote_types(logits.dtype, torch.float32))
-    flat, tokens = logits.flatten(0, -2), tokens._replace(exact=order == "global")
-    part, exact = sum_of_logits(flat, tokens) if head is None else sum_of_hidden(flat, head, tokens)
-    return over_ranks(part, tokens, ring, reduction, flat.shape[-1] if head is None else head.shape[0], exact)
+    flat, tokens = logits.flatten(0, -2), tokens._replace(each=order == "global")
+    part, each = sum_of_logits(flat, tokens) if head is None else sum_of_hidden(flat, head, tokens)
+    return over_ranks(part, tokens, ring, reduction, flat.shape[-1] if head is None else head.shape[0], each)
 
 
 def labels_of(labels: Tensor, ignore_index: int, chunk: int, weights: Tensor | None, dtype: torch.dtype) -> Labels:
@@ -94,13 +97,13 @@ def labels_of(labels: Tensor, ignore_index: int, chunk: int, weights: Tensor | N
 
 
 def over_ranks(
-    part: Tensor, labels: Labels, ring: Group, reduction: str, vocab: int | None = None, exact: Tensor | None = None
+    part: Tensor, labels: Labels, ring: Group, reduction: str, vocab: int | None = None, each: Tensor | None = None
 ) -> Tensor:
     """Return the weighted mean (or sum) of the cross-entropies over the labels of all ranks of ``ring``.
 
-    ``part``: the sum over this rank's labels, 0-d, with a gradient. ``exact``: its ``exact_sum``; then the results have the same
-    bits on any number of ranks. One all-reduce also counts labels outside ``vocab`` and,
-    for a mean, weights that are negative or not finite. If a count is not 0, every rank raises ValueError on CPUs; without
+    ``part``: the sum over this rank's labels, 0-d, with a gradient. ``each``: its summands [n]; then the results have the same
+    bits on any number of ranks. An all-reduce also counts labels outside ``vocab`` and, for a mean, weights that are negative or
+    not finite. If a count is not 0, every rank raises ValueError on CPUs; without
     ``vocab``, under torch.compile, and on GPUs, where reading the counts would synchronize, loss and gradient become NaN.
     """
     strange = part.new_zeros(()) if vocab is None else strange_labels(labels.labels, labels.ignored, vocab).sum()
@@ -109,8 +112,10 @@ def over_ranks(
     total = torch.stack([x.to(part.dtype) for x in (part.detach(), divisor, strange, wrong)])
     if ranks_of(ring) > 1:
         dist.all_reduce(total, group=ring)
-    if exact is not None:
-        total = _exactly(total, exact, labels.weights, ring)
+    if each is not None:
+        summed = [each.detach()] if labels.weights is None else [each.detach(), labels.weights]
+        gathered = all_gather(tuple(summed), ring).wait() if ranks_of(ring) > 1 else summed
+        total = torch.stack([*[order_free_sum(x.flatten()) for x in gathered], *total[len(summed) :]])
     if vocab is not None and part.device.type == "cpu" and eager_only([total]) and total[2:].any():
         raise _wrong(labels, ring, vocab, reduction)
     divisor = torch.ones_like(total[1]) if reduction == "sum" else total[1].masked_fill(total[1] == 0, torch.inf)
@@ -119,15 +124,6 @@ def over_ranks(
     with torch.no_grad():
         mine.copy_(total[0] / divisor)  # the value has the same bits on all ranks, the gradient is this rank's
     return mine
-
-
-def _exactly(total: Tensor, exact: Tensor, weights: Tensor | None, ring: Group) -> Tensor:
-    """Return the ``total`` of ``over_ranks`` with exact sums of losses and of weights in place of those that are finite."""
-    sums = torch.stack([exact] if weights is None else [exact, exact_sum(weights)])
-    if ranks_of(ring) > 1:
-        dist.all_reduce(sums, group=ring)
-    found = [from_exact(each).to(total.dtype) for each in sums] + list(total[len(sums) :])
-    return torch.where(total.isfinite(), torch.stack(found), total)
 
 
 def _wrong_weights(labels: Labels, reduction: str) -> Tensor:
