@@ -1,11 +1,12 @@
 """Random problems from the whole space of cases, against float64; a failing one is shrunk to the smallest that still fails.
 
     python -m parity_tests.fuzz [jax|torch] [--problems 2000] [--seed 0] [--trees] [--balanced] [--recurrences]
-                                   [--strategy ring gather ...]
+                                   [--strategy ring gather ...] [--order]
 
 The same seed gives the same problems, those of the tests where the number is theirs too. With --trees each has a prefix
 tree. With --balanced each has a balanced layout, most under the strategies "auto" and "direct". With --strategy each named
-strategy gets as many problems; "push" runs in PyTorch, over files in place of GPU memory.
+strategy gets as many problems; "push" runs in PyTorch, over files in place of GPU memory. With --order each has
+order="global", and must have the bits of one rank.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF
 from .support.balanced import in_balanced_layout
 from .support.cases import DTYPES, Case, check, computed_bound
 from .support.features import EXTENTS, KEY_EXTENTS, KEY_MASKS
+from .support.orders import check_same_bits
 from .support.strategies import STRATEGIES, fitted
 
 LONGEST = 70
@@ -94,6 +96,12 @@ def under(name: str, drawn: st.SearchStrategy[Case]) -> st.SearchStrategy[Case]:
     return drawn.map(lambda case: fitted(replace(case, strategy=STRATEGIES.get(name, name))))
 
 
+def in_global_order(case: Case) -> Case:
+    """Return the case under order="global", with the features that are drawn for one rank."""
+    alone = replace(case, ranks=1, order="global", strategy="auto")
+    return replace(alone.given(**alone.features), ranks=case.ranks)
+
+
 def fuzz(run: Callable[[Case], Attention], examples: int, number: int = 0, drawn: st.SearchStrategy[Case] | None = None) -> None:
     """Check what ``run`` gives for that many random cases, those of seed ``number``; raises for the smallest case that fails.
 
@@ -106,6 +114,8 @@ def fuzz(run: Callable[[Case], Attention], examples: int, number: int = 0, drawn
     @given(problems() if drawn is None else drawn)
     def is_exact(case: Case) -> None:
         got = run(case)
+        if case.order == "global":
+            check_same_bits(case, run(replace(case, ranks=1, layout="contiguous", more_slots=0)), got, str(case))
         try:
             check(case, got)
         except AssertionError:
@@ -202,6 +212,7 @@ def main() -> None:
     parser.add_argument("--trees", action="store_true", help="with a prefix tree in each problem")
     parser.add_argument("--balanced", action="store_true", help="with a balanced layout in each problem")
     parser.add_argument("--strategy", nargs="+", default=[""], choices=["ring", *STRATEGIES, "push"], help="of all problems")
+    parser.add_argument("--order", action="store_true", help='under order="global", on one rank too')
     parser.add_argument("--recurrences", action="store_true", help="of gated_delta_rule, state_space and causal_conv instead")
     arguments = parser.parse_args()
     if "jax" in arguments.framework and "push" in arguments.strategy:
@@ -209,6 +220,7 @@ def main() -> None:
     for name, strategy in product(arguments.framework, arguments.strategy):
         drawn = balanced_problems(arguments.trees, strategy) if arguments.balanced else problems(arguments.trees)
         drawn = drawn if arguments.balanced or not strategy else under(strategy, drawn)
+        drawn = drawn.map(in_global_order) if arguments.order else drawn
         began = time.perf_counter()
         if arguments.recurrences:
             fuzz_recurrences(name, arguments.problems, arguments.seed)

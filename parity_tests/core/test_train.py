@@ -19,7 +19,7 @@ np = pytest.importorskip("numpy")
 from ring_attn_cli.main import app  # noqa: E402
 from ring_attn_cli.train import arithmetic, data, picture  # noqa: E402
 from ring_attn_cli.train.config import MODEL, Config, Data, Optimizer, Schedule, read  # noqa: E402
-from ring_attn_cli.train.folder import differences  # noqa: E402
+from ring_attn_cli.train.folder import check, differences  # noqa: E402
 from ring_attn_cli.train.loop import Log, lines  # noqa: E402
 from ring_attn_core.model.config import TransformerConfig  # noqa: E402
 from ring_attn_core.model.lora import LoRA  # noqa: E402
@@ -92,6 +92,8 @@ def test_the_table_of_the_docs_has_every_key_with_its_default():
         ("[optimizer]\ndecay = nan", "optimizer.decay must be at least 0 and finite, got nan"),
         ("[ring]\nactivations = 'foo'", "activations must be one of keep, recompute, offload, got 'foo'"),
         ("[ring]\nstrategy = 'foo'", "unknown strategy 'foo': choose one of auto, ring"),
+        ("[ring]\norder = 'foo'", 'order must be "ring" or "global", got \'foo\''),
+        ("[ring]\norder = 'global'\nstrategy = 'direct'", "strategy='direct' adds keys in the order in which they arrive"),
         ("[ring]\nbackend = 'foo'", "unknown backend 'foo': choose \"auto\" or one of hopper"),
         ("steps = 0", "steps must be at least 1, got 0"),
         ("seed = 2147483647", "seed + steps must be at most 2147483647"),
@@ -278,3 +280,11 @@ def test_a_picture_is_drawn_of_any_log(tmp_path: Path, evaluations: int):
     picture.draw(tmp_path / "log.jsonl", tmp_path / "train.png")
     for name in ("empty.png", "train.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_balanced_layout_in_global_order_is_refused_in_jax(tmp_path):
+    ring = replace(Config().ring, order="global", layout="balanced")
+    config = replace(Config(), out=str(tmp_path), ring=ring)
+    check(config, "torch")
+    with pytest.raises(ValueError, match="runs no balanced layout in JAX: take another"):
+        check(config, "jax")

@@ -78,6 +78,13 @@ FEATURES = [
         '`strategy`: `"ring"`, `"direct"`, `"two_way"`, `"gather"`, `"ulysses"`, `TwoLevel`',
         tests=dict.fromkeys(FRAMEWORKS, "test_strategies::test_every_feature_at_once_is_exact_and_hides_nan"),
     ),
+    Feature(
+        '`order="global"`: the same bits on any number of ranks',
+        tests={
+            "JAX": "test_order::test_results_have_the_same_bits_on_1_2_and_3_ranks",
+            "PyTorch": "test_order::test_results_have_the_same_bits_on_1_2_3_and_4_ranks",
+        },
+    ),
     Feature("`attend_block`, `merge`", tests=dict.fromkeys(FRAMEWORKS, "test_block::test_blocks_merged_are_the_whole")),
     Feature(
         "batch, sequence and heads sharded together, rings over a part of the world",

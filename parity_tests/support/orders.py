@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 
 from ring_attn_core import causal, full, sliding_window
+from ring_attn_core.layouts import named
 from ring_attn_core.reference.oracle import Attention
 
 from .balanced import DOCUMENTS, case_of
 from .cases import Case, check
 from .combinations import COMBINATIONS
+from .models import Arrays, layer_weights
 
 ORDERED: dict[str, Case] = {
     "softcap and sinks": Case(heads=3, kv_heads=1, softcap=2.0, sinks=True),
@@ -27,6 +29,20 @@ ORDERED: dict[str, Case] = {
     "tiles of users": Case(length=611, batch=1, heads=2, tiles=None),
 }
 """A case for each feature, all of odd length, so that a ring has padding; and any two features under a causal mask."""
+
+ORDERED_KERNELS = [
+    Case(length=75, batch=1, heads=2, kv_heads=1, sinks=True, dtype="float16"),
+    Case(length=150, batch=2, heads=2, kv_heads=1, softcap=2.0, sinks=True, dtype="float16"),
+    Case(length=101, batch=1, heads=2, kv_heads=1, mask=sliding_window(20), extents="documents", alibi=True, dropout_rate=0.3),
+    Case(length=101, batch=1, heads=2, kv_heads=1, key_mask="random", key_extents="any", dtype="float16"),
+    Case(length=101, batch=1, heads=2, kv_heads=1, mask=full(), kv_length=130, dtype="float16"),
+]
+KERNEL_RINGS: list[dict[str, Any]] = [
+    {"ranks": 2, "layout": "zigzag"},
+    {"ranks": 3, "layout": "contiguous"},
+    {"ranks": 2, "layout": "striped"},
+    {"ranks": 3, "layout": "zigzag"},
+]
 
 RINGS: list[dict[str, Any]] = [
     {"ranks": 2, "layout": "contiguous", "more_slots": 3},
@@ -42,6 +58,25 @@ BALANCED_RINGS: list[dict[str, Any]] = [
 """The layouts of the documents of ``BALANCED``, whose one rank holds all of them, and one that knows no documents."""
 
 TWO_FEATURES = COMBINATIONS
+
+IN_LOSS: list[tuple[int, str]] = [(1, "contiguous"), (1, "striped"), (2, "zigzag"), (4, "striped")]
+"""Rings of which a loss has the same bits. On one rank "striped" stands for another order of the tokens."""
+
+
+def selections() -> Arrays:
+    """Return weights of a layer that select features, so that matrix products are exact in any order of their sums."""
+    return {name: np.eye(*x.shape, dtype=x.dtype) for name, x in layer_weights().items()}
+
+
+def loss_data(ranks: int, layout: str) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return logits [2 64 1003], labels and weights in another order of tokens for each ring, and that order."""
+    rng = np.random.default_rng(5)
+    logits = (3 * rng.standard_normal((2, 64, 1003))).astype(np.float32)
+    labels = np.where(rng.random((2, 64)) < 0.3, -100, rng.integers(0, 1003, (2, 64))).astype(np.int32)
+    weights = (1e-3 * rng.random((2, 64))).astype(np.float32)
+    order = np.concatenate([[*run.positions()] for rank in range(ranks) for run in named(layout)(rank, ranks, 64 // ranks)])
+    order = np.arange(64).reshape(8, 8).T.reshape(-1) if (ranks, layout) == (1, "striped") else order
+    return [x[:, order] for x in (logits, labels, weights)], order
 
 
 def check_bits(case: Case, run: Callable[[Case], Attention], rings: Sequence[dict[str, Any]] = RINGS) -> None:

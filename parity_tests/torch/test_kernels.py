@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ import torch
 from ring_attn_core import Ulysses, sliding_window
 from ring_attn_core.kernels import call as calls
 from ring_attn_core.kernels.tile_sizes import TileConfig
+from ring_attn_core.plan import global_order
 from ring_attn_core.reference.oracle import Attention
 from ring_attn_torch.attend import kernels as fused
 from ring_attn_torch.call import prepare
@@ -27,6 +29,7 @@ from ring_attn_torch.call import prepare
 from ..support.cases import MASKS, SPECIAL, Case, check, check_future_unseen, check_kept, one_hot
 from ..support.combinations import COMBINATIONS, EVERYTHING, SINKS_ALONE, TREES, check_sinks_alone, with_nan_in_dlse
 from ..support.large_scores import SIZES, check_exact, check_no_ring_adds_errors, large
+from ..support.orders import BALANCED, BALANCED_RINGS, KERNEL_RINGS, ORDERED_KERNELS, check_bits
 from ..support.selection import first, one_in
 from ..support.spawn import Ranks
 from ..support.strategies import EACH
@@ -89,6 +92,7 @@ def on_rank(group: Any, case: Case, *shards: np.ndarray) -> list[np.ndarray]:
         as_on_a_gpu(),
         patch.object(prepare, "capability", gpu),
         patch.object(calls, "choose_tiles", lambda kernel, *_: SMALL[kernel]),
+        patch.object(global_order, "TILE", 32),
         patch.object(calls, "latent_tiles", lambda *_: SMALL["forward"]),
         patch.object(fused, "launch", lambda what, arrays: launched.append(what.kernel) or launch(what, arrays)),
     ):
@@ -131,6 +135,17 @@ def test_every_feature_at_once_is_exact(interpreter, case):
 @pytest.mark.parametrize("case", one_in(2, on_few_ranks([case for case in SPECIAL if case.length < 100][::-1], most=2)), ids=str)
 def test_special_cases_are_exact(interpreter, case):
     check(case, run(interpreter, case))
+
+
+@pytest.mark.parametrize(("case", "rings"), first([(case, KERNEL_RINGS[: i or 1]) for i, case in enumerate(ORDERED_KERNELS)]))
+def test_in_global_order_kernels_have_the_same_bits_on_every_ring(interpreter, case, rings):
+    check_bits(replace(case, poison=True), partial(run, interpreter), rings)
+
+
+@pytest.mark.exhaustive
+def test_in_global_order_kernels_have_the_same_bits_in_balanced_layouts(interpreter):
+    rings = [ring for ring in BALANCED_RINGS if ring["ranks"] <= 3]
+    check_bits(replace(BALANCED, dtype="float16", heads=2, kv_heads=1), partial(run, interpreter), rings)
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)

@@ -115,7 +115,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_other_its_own(frozen):
     assert leaves[frozen].grad is None and grad is not None
     assert relative_error(grad.numpy(), exact_loss(hidden, head, labels)["d" + name]) <= 1e-14
     of = Labels(torch.from_numpy(labels).flatten().long(), -100, 7)
-    assert not sum_of_hidden(leaves["hidden"].detach().flatten(0, 1), leaves["head"].detach(), of).requires_grad
+    assert not sum_of_hidden(leaves["hidden"].detach().flatten(0, 1), leaves["head"].detach(), of)[0].requires_grad
 
 
 @pytest.mark.parametrize("given", ["hidden", "logits"])

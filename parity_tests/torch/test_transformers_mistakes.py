@@ -113,6 +113,26 @@ def test_a_strategy_reaches_the_attention_of_every_layer(monkeypatch: pytest.Mon
         hf.sequence_parallel(model, strategy="spiral").__enter__()
 
 
+def test_an_order_reaches_the_attention_of_every_layer_and_no_cache(monkeypatch: pytest.MonkeyPatch):
+    model, seen = make("llama", "float32"), []
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        seen.append(options["order"])
+        return ring_attention(*arguments, **options)
+
+    monkeypatch.setattr("ring_attn_torch.transformers.attention.ring_attention", recorded)
+    with hf.sequence_parallel(model, order="global"):
+        model(input_ids=IDS)
+        with pytest.raises(ValueError, match=r'cannot keep order="global"'):
+            model.generate(IDS, max_new_tokens=1)
+    assert seen == ["global", "global"]
+    spiral, ring = {"order": "spiral"}, {"order": "global", "strategy": "ring"}
+    cases: list[tuple[dict[str, Any], str]] = [(spiral, "order must be"), (ring, "cannot keep order")]
+    for wrong, said in cases:
+        with pytest.raises(ValueError, match=said):
+            hf.sequence_parallel(model, **wrong).__enter__()
+
+
 def test_weights_of_a_hugging_face_model_are_referred_to_save_pretrained(tmp_path: Path):
     with pytest.raises(ValueError, match=r"got LlamaForCausalLM. Save a model of transformers or PEFT by its save_pretrained"):
         save_weights(make("llama", "float32"), tmp_path / "saved")

@@ -17,7 +17,7 @@ from ring_attn_core.data.settings import BALANCED
 from ring_attn_core.model.activations import check_activations
 from ring_attn_core.model.checks import LARGEST
 from ring_attn_core.model.lora import LoRA
-from ring_attn_core.problem.strategies import check_strategy
+from ring_attn_core.problem.strategies import check_order, check_strategy
 
 from .tables import build_record, check_keys
 
@@ -82,6 +82,7 @@ class RingConfig:
     layout: str = "zigzag"
     backend: str = "auto"
     strategy: str = "auto"
+    order: str = "ring"
     activations: str = "keep"
     weights: Weights = "whole"
     chunk: int = 4096
@@ -91,6 +92,7 @@ class RingConfig:
 
         check_backend(self.backend)
         check_strategy(self.strategy)
+        check_order(self.order, self.strategy)
         check_activations(self.activations)
         if self.weights not in get_args(Weights):
             raise ValueError(f"ring.weights must be one of {', '.join(map(repr, get_args(Weights)))}, got {self.weights!r}")
@@ -99,7 +101,8 @@ class RingConfig:
     def model_options(self) -> dict[str, Any]:
         """Return the options of a model's constructor. With a balanced layout each call passes the layout of its batch."""
         layout = "contiguous" if self.layout == BALANCED else self.layout
-        return {"layout": layout, "backend": self.backend, "strategy": self.strategy, "activations": self.activations}
+        names = "backend", "strategy", "order", "activations"
+        return {"layout": layout} | {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True)

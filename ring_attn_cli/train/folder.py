@@ -30,6 +30,8 @@ def check(config: Config, framework: str) -> None:
         raise ValueError("out is empty: pass the folder of the run, or leave it out for train-output")
     if Path(config.out).exists() and not Path(config.out).is_dir():
         raise ValueError(f"out = {config.out!r} is a file: pass a folder, or a name that does not exist yet")
+    if (framework, config.ring.order, config.ring.layout) == ("jax", "global", "balanced"):
+        raise ValueError('ring.order = "global" runs no balanced layout in JAX: take another ring.layout, or --framework torch')
     for other in set(NAMES) - {framework}:
         if newest(config, other):
             raise ValueError(

@@ -97,12 +97,13 @@ class Stack(NamedTuple):
 
 class StaticArguments(NamedTuple):
     """The static arguments of a compiled function.
-    ``sharded``: weights are sharded over all devices. ``chunk``: tokens whose logits a rank holds at a time. ``length``: tokens
-    of a row. ``rows``: rows of a microbatch."""
+    ``sharded``: weights are sharded over all devices. ``chunk``: tokens whose logits a rank holds at a time. ``order``: of sums
+    over tokens. ``length``: tokens of a row. ``rows``: rows of a microbatch."""
 
     mesh: Mesh
     sharded: bool
     chunk: int
+    order: str
     length: int
     rows: int
 
@@ -190,7 +191,9 @@ class JaxTrainer:
 
     def _static(self, shard: Shard) -> StaticArguments:
         length = shard.length if shard.layout is None else int(shard.length)  # a ShardLength would compile for each layout
-        return StaticArguments(self._mesh, self._sharded, self._config.ring.chunk, length, self._config.rows)
+        return StaticArguments(
+            self._mesh, self._sharded, self._config.ring.chunk, self._config.ring.order, length, self._config.rows
+        )
 
     def _place(self, microbatches: list[Shard]) -> Stack:
         """Put the microbatches on the devices of the mesh; each process fills its own devices."""
@@ -278,4 +281,4 @@ def _hidden(
 def _loss(model: RingTransformer, hidden: jax.Array, labels: jax.Array, static: StaticArguments) -> jax.Array:
     """Return the loss summed over all labels, computed in chunks of tokens."""
     ring: dict[str, Any] = {"axis_name": "seq", "mesh": static.mesh, "batch_axes": "data"}
-    return loss(hidden, labels, head=model.head_weight, chunk=static.chunk, reduction="sum", **ring)
+    return loss(hidden, labels, head=model.head_weight, chunk=static.chunk, order=static.order, reduction="sum", **ring)

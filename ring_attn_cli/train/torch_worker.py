@@ -225,8 +225,9 @@ class TorchTrainer:
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Return the loss summed over the labels of all ranks, computed in chunks of tokens."""
-        head, chunk = self._model.head_weight, self._config.ring.chunk
-        return loss(hidden, labels, head=head, chunk=chunk, reduction="sum", group=self._place.everybody)
+        head, ring = self._model.head_weight, self._config.ring
+        options: dict[str, Any] = {"chunk": ring.chunk, "order": ring.order, "reduction": "sum"}
+        return loss(hidden, labels, head=head, **options, group=self._place.everybody)
 
     def _move(self, shard: Shard) -> Shard:
         """Move the arrays of a shard to this rank's device."""

@@ -212,6 +212,15 @@ def check_ids(ids: Any, batch: int, is_array: bool) -> None:
         raise ValueError(f"ids must be [{batch}, tokens], a row for every request of the cache, got {list(shape)}")
 
 
+def check_order(order: str) -> None:
+    """Raise ValueError if a model is to keep ``order="global"``."""
+    if order == "global":
+        raise ValueError(
+            'a cache holds keys in the order of the ranks, so generation, prefill and decoding cannot keep order="global": make '
+            'the model with order="ring", of the same weights'
+        )
+
+
 def check_model(spec: CacheSpec, sizes: Any, dtype: str, windows: Sequence[int | None]) -> None:
     """Raise ValueError if the cache's sizes or dtype differ from the model's, or if a layer's window exceeds the cache's.
     A float8 cache fits any compute dtype. ``windows``: for each layer, the earlier tokens that a query sees; None: all."""

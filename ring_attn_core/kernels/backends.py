@@ -42,6 +42,8 @@ def _balanced(problem: Problem) -> str | None:
     layout = problem.options.layout
     if not isinstance(layout, BalancedLayout) and not problem.traced_layout:
         return None
+    if problem.options.order == "global":  # all tokens by position are one run
+        return None
     if counted := {"alibi_slopes", "dropout_seed"}.intersection(array.name for array in problem.arrays):
         return f"{min(counted)} counts positions along runs, and those of a balanced layout are of any length"
     ordered = isinstance(layout, str) or layout.ascends
@@ -327,8 +329,8 @@ def check_backend(backend: str, framework: str = "torch") -> None:
 
 def _objection(candidate: Candidate, problem: Problem) -> str | None:
     """Return why a candidate cannot run a problem, or None."""
-    if problem.options.order == "global" and candidate.name != "blockwise":
-        return 'order="global" runs on "blockwise" alone so far, and the kernels follow'
+    if problem.options.order == "global" and candidate.name in VENDORS:
+        return 'its order of additions depends on the ranks, so it cannot keep order="global"'
     return candidate.objection(problem)
 
 

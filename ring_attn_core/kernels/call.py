@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from ..dropout import rescale, threshold
+from ..plan.global_order import GlobalPlan, OwnRuns
 from ..plan.ulysses import HeadSplit
 from ..problem.problem import Problem
 from ..records import hashed_once
@@ -31,7 +32,8 @@ class RingCall:
     array is k, and the values are its first ``v_dim`` columns. ``aligned``: all runs have stride 1 and start at multiples of 16,
     so one call of Philox serves several probabilities. ``zero_masked``: keys that no query sees may hold NaN. ``fully_masked``:
     some queries may see no key and hold NaN. ``hopper``: Hopper's kernels run if they take the call, except in the passes
-    ``portable``. ``tiles_override``: tiles to compare.
+    ``portable``. ``tiles_override``: tiles to compare. ``ordered``: sums follow the positions, so no design depends on the rank;
+    ``own``: then the runs and tokens of the queries and of the keys whose results a rank computes, if not of all.
     """
 
     batch: int
@@ -59,6 +61,17 @@ class RingCall:
     portable: frozenset[str] = frozenset()
     tiles_override: TileConfig | None = None
     values_in_keys: bool = False
+    ordered: bool = False
+    own: tuple[tuple[int, int] | None, tuple[int, int] | None] = (None, None)
+
+    @cached_property
+    def of_own_queries(self) -> RingCall:
+        """Return a copy of this record for the launches of results of queries."""
+        return self if self.own[0] is None else replace(self, q_runs=self.own[0][0], seq_local=self.own[0][1], own=(None, None))
+
+    @cached_property
+    def of_own_keys(self) -> RingCall:
+        return self if self.own[1] is None else replace(self, k_runs=self.own[1][0], kv_local=self.own[1][1], own=(None, None))
 
     @property
     def key_columns(self) -> tuple[int, int, int]:
@@ -143,14 +156,15 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: fr
     head_split = plan.head_split or HeadSplit(h, g, 1)
     names = {array.name for array in problem.arrays}
     one_run = plan.band_of_one_run is not None
+    ordered = isinstance(plan, GlobalPlan)
     if one_run:
         names |= {"extents"}  # in a balanced layout the extents hold the mask too, in local indices
     if 0 in problem.q_shape:
         names -= {"dropout_seed"}  # an empty q has no probabilities to drop
     return RingCall(
         batch=b,
-        seq_local=s * plan.q_shards,
-        kv_local=t * plan.k_shards,
+        seq_local=plan.q_slot if ordered else s * plan.q_shards,
+        kv_local=plan.k_slot if ordered else t * plan.k_shards,
         heads=head_split.q_local,
         kv_heads=head_split.k_local,
         head_dim=d,
@@ -172,4 +186,10 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: fr
         hopper=backend == "hopper",
         portable=portable,
         values_in_keys=problem.options.values_in_keys,
+        ordered=ordered,
+        own=(_runs_and_tokens(plan.own_queries), _runs_and_tokens(plan.own_keys)) if ordered else (None, None),
     )
+
+
+def _runs_and_tokens(own: OwnRuns | None) -> tuple[int, int] | None:
+    return None if own is None else (len(own.runs[0]), own.slot * len(own.runs[0]))

@@ -21,6 +21,7 @@ def of_forward(call: RingCall, steps: int) -> Iterator[Launch]:
         yield portable.unpack_key_mask(call.batch, call.kv_local)
     if "dropout_seed" in call.array_names:
         yield portable.philox_keys(call.batch, call.heads)
+    call = call.of_own_queries
     yield from lists(call, "forward")
     for first, last in _ends(steps):
         yield forward(call, first, last)
@@ -37,10 +38,11 @@ def of_backward(call: RingCall, steps: int) -> Iterator[Launch]:
             yield hopper.backward(call, not call.packed)
             yield hopper.dq(call)
         else:
-            yield from lists(call, "dq")
-            yield from lists(call, "dkv")
-            yield dq(call, first, last)
-            yield dkv(call, first, not call.packed)
+            of_q, of_k = call.of_own_queries, call.of_own_keys
+            yield from lists(of_q, "dq")
+            yield from lists(of_k, "dkv")
+            yield dq(of_q, first, last)
+            yield dkv(of_k, first, not call.packed)
 
 
 def _ends(steps: int) -> list[tuple[bool, bool]]:
@@ -53,6 +55,8 @@ def in_one_pass(call: RingCall) -> bool:
     """Return whether one launch, ``hopper.backward``, computes all gradients of a step; else ``dq`` and ``dkv`` do."""
     widths = columns(call.head_dim), columns(call.v_dim)
     group = call.heads // call.kv_heads
+    if call.ordered:  # in one pass the order of the sums dq is that of the programs
+        return False
     return _takes(call, "backward") and hopper_passes(*widths, group, call.kv_local, "extents" in call.array_names) == 1
 
 

@@ -135,6 +135,15 @@ def recurrent_layers(mixers: Sequence[str] | None) -> list[int]:
     return [layer for layer, name in enumerate(mixers or ()) if name != "attention"]
 
 
+def check_mixers_order(order: str, name: str) -> None:
+    """Raise ValueError if a recurrent layer, the class ``name``, is in a model with ``order="global"``."""
+    if order == "global":
+        raise ValueError(
+            f'{name} carries a state from run to run of the ranks, so a model with it cannot keep order="global": pass '
+            'order="ring", or make the model without mixers'
+        )
+
+
 def check_mixers_call(mixers: Sequence[str] | None, layout: Any, ranks: int, **masks: object) -> None:
     """Raise ValueError if a call of a model with recurrent layers passes a mask of keys, or shards in a striped layout."""
     if not recurrent_layers(mixers):

@@ -1,18 +1,36 @@
 """The plan of ``order="global"``: each rank computes on the tokens of all ranks in order of position, in one run from 0 on.
 
 A tile holds the same positions on any number of ranks, and a rank computes each tile in which it owns a token, whole. So all its
-results are those of one rank, to the bit.
+results are those of one rank, to the bit. The GPU kernels cut tiles from the start of a run, so they compute on ``OwnRuns``: the
+runs of a rank, extended to multiples of ``TILE`` tokens at both ends.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..layouts import named
+from ..runs import Band
 from .balanced_layout import BalancedLayout
 from .joined import JoinedPlan, Runs
+from .ring import Rows, rows_of
+
+TILE = 128
+"""The sizes of all tiles of queries and of keys of the GPU kernels divide this number of tokens."""
+
+CUTS = 8
+"""In a balanced layout, whose runs have any length, a rank's tiles are cut to at most this many full slots, and the rests."""
+
+
+class OwnRuns(NamedTuple):
+    """For each rank runs (base, length, start, 1) of whole tiles, which hold all its tokens, each in a slot of ``slot`` tokens.
+    ``rows``: the ``Row`` of each of these runs and the other side's only run. A position may lie in two runs of a rank."""
+
+    slot: int
+    runs: Runs
+    rows: tuple[Rows, ...]
 
 
 @dataclass(frozen=True)
@@ -46,6 +64,51 @@ class GlobalPlan(JoinedPlan):
     def k_places(self) -> Any:
         return self._places(self.kv_local)
 
+    @property
+    def band_of_one_run(self) -> None:
+        """Return None: the runs hold positions in a balanced layout too."""
+        return None
+
+    @cached_property
+    def blanks(self) -> bool:
+        """Return whether some query may be blank; there is no padding, so this does not depend on the number of ranks."""
+        return not self.length or self.steps is not None or not self._all_meet(self.mask, self.length, self.kv_length)
+
+    @cached_property
+    def blank_keys(self) -> bool:
+        of_keys = Band(*(None if side is None else -side for side in (self.mask.hi, self.mask.lo)))
+        return not self.kv_length or self.steps is not None or not self._all_meet(of_keys, self.kv_length, self.length)
+
+    @cached_property
+    def own_queries(self) -> OwnRuns | None:
+        """Return the runs on which the kernels compute results of queries; None if they are the only run, of whole tiles."""
+        slot, runs = self._own(self.seq_local, self.length)
+        rows = tuple(rows_of(of_rank, self.k_runs[0], self.band, slot, self.k_slot) for of_rank in runs)
+        return None if runs[0] == self.q_runs[0] and slot == self.q_slot else OwnRuns(slot, runs, rows)
+
+    @cached_property
+    def own_keys(self) -> OwnRuns | None:
+        slot, runs = self._own(self.kv_local, self.kv_length)
+        rows = tuple(rows_of(self.q_runs[0], of_rank, self.band, self.q_slot, slot) for of_rank in runs)
+        return None if runs[0] == self.k_runs[0] and slot == self.k_slot else OwnRuns(slot, runs, rows)
+
+    def _own(self, local: int, length: int) -> tuple[int, Runs]:
+        """Return the size of a slot and the runs of ``OwnRuns``."""
+        found = [[(s // TILE, -(-(s + (n - 1) * stride + 1) // TILE)) for _, n, s, stride in self._runs(rank, local, length) if n]
+                 for rank in range(self.ranks)]  # fmt: skip
+        slot = max((last - first for tiles in found for first, last in tiles), default=1)
+        if isinstance(self.order, BalancedLayout):
+            found = [_merged(tiles) for tiles in found]
+            slot = -(-max(sum(last - first for first, last in tiles) for tiles in found) // CUTS) or 1
+            found = [[(at, min(at + slot, last)) for first, last in tiles for at in range(first, last, slot)] for tiles in found]
+        most = max(1, *map(len, found))
+        runs = []
+        for tiles in found:
+            padded = [*tiles, *[(0, 0)] * (most - len(tiles))]
+            ends = [(first * TILE, min(last * TILE, length)) for first, last in padded]
+            runs.append(tuple((i * slot * TILE, end - start, start, 1) for i, (start, end) in enumerate(ends)))
+        return slot * TILE, tuple(runs)
+
     def _places(self, local: int) -> Any:
         import numpy as np
 
@@ -55,3 +118,14 @@ class GlobalPlan(JoinedPlan):
             else np.concatenate([run.positions() for run in named(self.order)(rank, self.ranks, local)])
         )
         return np.array([of_rank(rank) for rank in range(self.ranks)], np.int32)
+
+
+def _merged(tiles: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges (first, last) of tiles in ascending order, those that meet as one."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(tiles):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], last)
+        else:
+            merged.append((first, last))
+    return merged

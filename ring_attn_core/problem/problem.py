@@ -118,7 +118,7 @@ class Problem:
     @property
     def blanks(self) -> bool:
         """Return whether some query, padding included, may be fully masked."""
-        return self.plan.blanks or self.has("extents", "key_extents", "key_mask")
+        return self.steps.blanks or self.has("extents", "key_extents", "key_mask")
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the values that must be equal on all ranks of a ring, by name, ready for JSON."""

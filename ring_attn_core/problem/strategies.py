@@ -43,7 +43,7 @@ def check_strategy(strategy: Any) -> None:
         )
 
 
-def check_order(order: Any, strategy: Strategy) -> None:
+def check_order(order: Any, strategy: Strategy = "auto") -> None:
     """Raise ValueError if the order is unknown, or if the strategy cannot keep it."""
     if not isinstance(order, str) or order not in ORDERS:
         raise ValueError(f'order must be "ring" or "global", got {in_words(order)}')

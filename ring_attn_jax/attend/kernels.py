@@ -18,7 +18,7 @@ from ring_attn_core.kernels.portable import launches as portable
 from ring_attn_core.runs import Band
 
 from .backend import sink_gradient
-from .keys import Keys, clipped
+from .keys import Keys, along_tokens, clipped
 from .launch import launch
 from .one_run import as_one_run
 from .score import Score
@@ -37,11 +37,15 @@ class Kernels:
         """Merge attention to the visible keys into ``total`` by a forward kernel. See ``Backend.attend``."""
         if keys.kv.shape[1] != self.call.kv_local:
             return self._for(keys).attend(q, keys, rows, score, total, last)
+        call, own = self.call.of_own_queries, score.query_tiles
+        if own is not None:
+            q, rows, score = own.take(q), own.rows, _of_own(score)
         arrays = self._arrays(q, keys, rows, score)
         if total is not None:
             arrays |= {name + "_in": x for name, x in total._asdict().items() if x is not None}
-        _add_lists(arrays, steps.lists(self.call, "forward"))
-        return State(*launch(steps.forward(self.call, total is None, last), arrays))
+        _add_lists(arrays, steps.lists(call, "forward"))
+        results = launch(steps.forward(call, total is None, last), arrays)
+        return State(*(results if own is None else map(own.put, results)))
 
     def backward_inputs(
         self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State
@@ -106,21 +110,32 @@ class Kernels:
         self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, last: bool
     ) -> jax.Array:
         """Return the gradient of q from these keys, plus ``dq`` if not None. After the ``last`` step the sum is in q's dtype."""
+        call, own = self.call.of_own_queries, score.query_tiles
+        if own is not None:
+            of_q = of_q._replace(
+                q=own.take(of_q.q), dout=own.take(of_q.dout), lse=own.take(of_q.lse, 2), delta=own.take(of_q.delta, 2)
+            )
+            rows, score = own.rows, _of_own(score)
         arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if dq is not None:
             arrays["dq_in"] = dq
-        _add_lists(arrays, steps.lists(self.call, "dq"))
-        (dq,) = launch(steps.dq(self.call, dq is None, last), arrays)
-        return dq
+        _add_lists(arrays, steps.lists(call, "dq"))
+        (dq,) = launch(steps.dq(call, dq is None, last), arrays)
+        return dq if own is None else own.put(dq)
 
     def attend_dkv(self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, arrived: jax.Array | None) -> Gradients:
         """Return the gradient of these keys from this rank's queries, plus ``arrived`` if not None, packed like ``keys``."""
+        call, own = self.call.of_own_keys, score.key_tiles
+        if own is not None:
+            keys, rows = along_tokens(own.take, keys), own.rows
         arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         self._add_bounds(arrays, of_q)
         if arrived is not None:
             arrays["dkv_in"] = arrived
-        _add_lists(arrays, steps.lists(self.call, "dkv"))
-        dkv = launch(steps.dkv(self.call, arrived is None, not self.call.packed), arrays)
+        _add_lists(arrays, steps.lists(call, "dkv"))
+        dkv = launch(steps.dkv(call, arrived is None, not call.packed), arrays)
+        if own is not None:
+            dkv = tuple(map(own.put, dkv))
         return dkv[0] if len(dkv) == 1 else dkv
 
     def _for(self, keys: Keys) -> Kernels:
@@ -139,6 +154,12 @@ class Kernels:
             arrays["bounds"] = of_q.bounds
         elif "extents" in arrays:
             (arrays["bounds"],) = launch(steps.extent_bounds(self.call), arrays)
+
+
+def _of_own(score: Score) -> Score:
+    """Return a score with the extents of the own queries."""
+    own, extents = score.query_tiles, score.extents
+    return score if own is None or extents is None else replace(score, extents=own.take(extents))
 
 
 def _zeros_with(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:

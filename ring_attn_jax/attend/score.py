@@ -5,18 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from .dropout import DropoutState
 
 
+class OwnTiles(NamedTuple):
+    """The tokens on which a GPU kernel computes the results that this rank needs, by ``OwnRuns`` of the core. ``order`` [n]: the
+    index of each in the whole array. ``places`` [s]: the index among them of each own token of the whole array, elsewhere any."""
+
+    rows: jax.Array
+    order: jax.Array
+    places: jax.Array
+
+    def take(self, x: jax.Array, dim: int = 1) -> jax.Array:
+        return jnp.take(x, self.order, axis=dim, mode="clip")
+
+    def put(self, x: jax.Array) -> jax.Array:
+        """Return results [b n ...] of these tokens as those of the whole array [b s ...]."""
+        return jnp.take(x, self.places, axis=1, mode="clip")
+
+
 @partial(
     jax.tree_util.register_dataclass,
     meta_fields=["scale", "softcap", "dropout_rate"],
-    data_fields=["extents", "sinks", "alibi_slopes", "dropout_seed", "positions", "step_positions", "own_queries", "own_keys"],
+    data_fields=[
+        *("extents", "sinks", "alibi_slopes", "dropout_seed", "positions", "step_positions"),
+        *("own_queries", "own_keys", "query_tiles", "key_tiles"),
+    ],
 )
 @dataclass(frozen=True)
 class Score:
@@ -43,6 +63,9 @@ class Score:
     own_queries: jax.Array | None = None
     own_keys: jax.Array | None = None
     """bool [s] and [t]: the tokens whose results this rank needs. A pair of tiles without one is skipped. Both None: all."""
+    query_tiles: OwnTiles | None = None
+    key_tiles: OwnTiles | None = None
+    """The same for kernels. None: all tokens, by the rows of the step."""
 
     def needs(self, queries: Any, keys: Any) -> jax.Array | bool:
         """Return whether this rank needs results of a pair of tiles."""

@@ -53,7 +53,7 @@ class Decision:
 
     def pack_keys(self, k: Any, v: Any, arrays: Arrays) -> Keys:
         """Pack k, v, the key mask and the key extents into ``Keys``, the form in which they travel between ranks."""
-        two_arrays = self.backend.two_arrays and not self.plan.travels
+        two_arrays = self.backend.two_arrays and not self.steps.travels
         return pack(k, None if self.values_in_keys else v, arrays.key_mask, arrays.key_extents, two_arrays=two_arrays)
 
     def score_with(self, arrays: Arrays) -> Score:
@@ -88,7 +88,7 @@ def _backend(problem: Problem, any_position: bool, passes: Collection[str]) -> B
     warn_if_untried("jax")
     call = runnable(problem, any_position, passes)
     even = isinstance(problem.plan.layout, str) or problem.options.order == "global"
-    backend: Any = Blockwise(even, problem.options.v_dim) if call is None else Kernels(call, problem.plan.band_of_one_run)
+    backend: Any = Blockwise(even, problem.options.v_dim) if call is None else Kernels(call, problem.steps.band_of_one_run)
     return cast(Backend, TracedRuns(backend)) if problem.traced_layout else backend
 
 

@@ -215,6 +215,7 @@ def check_model(model: Decoder, traced: bool = False) -> None:
     if not isinstance(getattr(model, "config", None), TransformerConfig):
         raise ValueError(f"model must be a RingTransformer, got {type(model).__name__}: of a wrapped one pass what is inside")
     windows_of(model.config)
+    checks.check_order(model.ring.order)
     weights = nnx.to_flat_state(nnx.state(model, nnx.Param))
     if not traced and any(isinstance(x, Tracer) for x in (jnp.zeros(()), *(p.get_value() for _, p in weights))):
         raise ValueError(

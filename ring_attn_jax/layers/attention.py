@@ -42,7 +42,7 @@ class RingAttention(Projections):
         axis_name: the ring, a mesh axis of the shard_map that the layer is called in.
         mesh, batch_axes, head_axis: if ``mesh`` is passed, call the layer on global arrays in layout order, sharded over it,
             instead of inside a shard_map. Its attention is then :func:`sharded_ring_attention` with these arguments.
-        layout, mask, strategy, backend, deterministic: as in :func:`ring_attention`.
+        layout, mask, strategy, order, backend, deterministic: as in :func:`ring_attention`.
         rotary: the position embedding, a ``Rotary`` of :mod:`ring_attn_core.model.rotary` with an optional scaling.
         rotary_base: ``rotary_base=b`` is short for ``rotary=Rotary(b)``. If both are None, q and k are not rotated.
         qk_norm: apply an :class:`RMSNorm` over head_dim to q and k before the rotary embedding, as in Qwen3.

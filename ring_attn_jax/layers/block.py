@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from ring_attn_core.model.config import AttentionConfig, TransformerConfig
-from ring_attn_core.model.mixers import Mamba2Config
+from ring_attn_core.model.mixers import Mamba2Config, check_mixers_order
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 
 from ..call.traced import TracedLayout
@@ -112,6 +112,7 @@ def mixer_of(config: TransformerConfig, layer: int, ring: LayerRing, rngs: nnx.R
     if isinstance(sizes, AttentionConfig):
         return RingAttention(**sizes.arguments, **vars(ring), rngs=rngs)
     kind = Mamba2 if isinstance(sizes, Mamba2Config) else GatedDeltaNet
+    check_mixers_order(ring.order, kind.__name__)
     return kind(
         **vars(sizes), layout=ring.layout, axis_name=ring.axis_name, mesh=ring.mesh, batch_axes=ring.batch_axes, rngs=rngs
     )

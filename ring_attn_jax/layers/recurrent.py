@@ -41,6 +41,7 @@ class RecurrentArguments(LayerRing):
     rngs: nnx.Rngs
     head_axis: str | None = field(default=None, init=False)
     strategy: str = field(default="auto", init=False)
+    order: str = field(default="ring", init=False)
     backend: str = field(default="auto", init=False)
     deterministic: bool = field(default=False, init=False)
 

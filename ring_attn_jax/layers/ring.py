@@ -31,6 +31,7 @@ class LayerRing:
     batch_axes: str | Sequence[str] = ()
     head_axis: str | None = None
     strategy: str = "auto"
+    order: str = "ring"
     backend: str = "auto"
     deterministic: bool = False
 
@@ -74,6 +75,7 @@ class ContiguousRing(LayerRing):
     """The ring of a layer whose shards are contiguous."""
 
     layout: str = field(default="contiguous", init=False)
+    order: str = field(default="ring", init=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,28 +37,46 @@ class Labels(NamedTuple):
 
 
 class ChunkSettings(NamedTuple):
-    """The ignored label, and the maximum number of tokens in a chunk; a chunk has at least one token of each batch row."""
+    """The ignored label, and the maximum number of tokens in a chunk; a chunk has at least one token of each batch row.
+    ``each``: the cross-entropy of each token is returned beside their sum."""
 
     ignored: int
     chunk: int
+    each: bool = False
 
 
-def sum_of_logits(logits: jax.Array, labels: Labels, settings: ChunkSettings) -> jax.Array:
-    """Return the weighted sum of the cross-entropies of ``logits`` [... vocab] and ``labels`` [...], in at least float32."""
+Sums = tuple[jax.Array, jax.Array | None]
+"""A weighted sum of cross-entropies, in at least float32, and the summands, an array like the labels, if the settings ask."""
+
+
+def order_free_sum(x: jax.Array) -> jax.Array:
+    """Return the sum of ``x``, the same bits for any order of its numbers and any count of zeros among them: pairs are added, and
+    pairs of pairs, the largest numbers first."""
+    x = jnp.sort(x.reshape(-1))
+    x = x[jnp.argsort(-jnp.abs(x), stable=True)]
+    while len(x) > 1:
+        x = jnp.pad(x, (0, len(x) % 2))
+        x = x[0::2] + x[1::2]
+    return x.sum()
+
+
+def sum_of_logits(logits: jax.Array, labels: Labels, settings: ChunkSettings) -> Sums:
+    """Return the weighted sum of the cross-entropies of ``logits`` [... vocab] and ``labels`` [...]."""
     return _sum_of_logits(*vary_alike((), logits, labels), settings)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _sum_of_logits(logits: jax.Array, labels: Labels, settings: ChunkSettings) -> jax.Array:
+def _sum_of_logits(logits: jax.Array, labels: Labels, settings: ChunkSettings) -> Sums:
     return _entropy(logits, labels, settings)[0]
 
 
-def _logits_forward(logits: jax.Array, labels: Labels, settings: ChunkSettings) -> tuple[jax.Array, Any]:
-    total, lse = _entropy(logits, labels, settings)
-    return total, (logits, labels, lse)
+def _logits_forward(logits: jax.Array, labels: Labels, settings: ChunkSettings) -> tuple[Sums, Any]:
+    sums, lse = _entropy(logits, labels, settings)
+    return sums, (logits, labels, lse)
 
 
-def _logits_backward(settings: ChunkSettings, kept: Any, dtotal: jax.Array) -> tuple[jax.Array, None]:
+def _logits_backward(settings: ChunkSettings, kept: Any, dsums: tuple[jax.Array, Any]) -> tuple[jax.Array, None]:
+    dtotal, _ = dsums
     logits, labels, lse = lax.optimization_barrier((*kept,))  # else XLA keeps the logits that the forward converted
     dlogits = (_dlogits(logits, labels, lse, settings) * dtotal).astype(logits.dtype)
     return lax.optimization_barrier(dlogits), None
@@ -67,7 +85,7 @@ def _logits_backward(settings: ChunkSettings, kept: Any, dtotal: jax.Array) -> t
 _sum_of_logits.defvjp(_logits_forward, _logits_backward)
 
 
-def sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings) -> jax.Array:
+def sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings) -> Sums:
     """Return the weighted sum of the cross-entropies of ``hidden head^T``, hidden [b s dim], head [vocab dim], labels [b s].
 
     Products are computed in hidden's dtype; the softmax and sums over tokens in at least float32.
@@ -77,17 +95,17 @@ def sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: Labels, settings: 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings) -> jax.Array:
+def _sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings) -> Sums:
     return _of_chunks(hidden, head, labels, settings, gradients=False)[0]
 
 
-def _hidden_forward(hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings) -> tuple[jax.Array, Any]:
-    total, dhidden, dhead = _of_chunks(hidden, head, labels, settings, gradients=True)
-    return total, (dhidden, dhead)
+def _hidden_forward(hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings) -> tuple[Sums, Any]:
+    sums, dhidden, dhead = _of_chunks(hidden, head, labels, settings, gradients=True)
+    return sums, (dhidden, dhead)
 
 
-def _hidden_backward(settings: ChunkSettings, kept: Any, dtotal: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    dhidden, dhead = kept
+def _hidden_backward(settings: ChunkSettings, kept: Any, dsums: tuple[jax.Array, Any]) -> tuple[jax.Array, jax.Array, None]:
+    (dhidden, dhead), (dtotal, _) = kept, dsums
     return (dhidden.astype(dtotal.dtype) * dtotal).astype(dhidden.dtype), dhead * dtotal, None
 
 
@@ -96,8 +114,8 @@ _sum_of_hidden.defvjp(_hidden_forward, _hidden_backward)
 
 def _of_chunks(
     hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings, *, gradients: bool
-) -> tuple[jax.Array, Any, Any]:
-    """Return (summed cross-entropy, dhidden, dhead), computed chunk by chunk. Without ``gradients`` both gradients are None."""
+) -> tuple[Sums, Any, Any]:
+    """Return (sums, dhidden, dhead), computed chunk by chunk. Without ``gradients`` both gradients are None."""
     weight, dtype, tokens = head.astype(hidden.dtype), head.dtype, hidden.shape[1]
 
     def step(carry: Any, chunk: Any) -> tuple[Any, Any]:
@@ -105,29 +123,32 @@ def _of_chunks(
         x = jnp.where((labels.labels != settings.ignored)[..., None], x, 0)  # hidden states of ignored labels may be NaN
         logits = jnp.einsum("bcd,vd->bcv", x, weight, preferred_element_type=dtype)
         part, lse = _entropy(logits, labels, settings)
+        total, each = total + part[0], part[1]
         if not gradients:
-            return (total + part, None), None
+            return (total, None), (each, None)
         dlogits = _dlogits(logits, labels, lse, settings).astype(x.dtype)
         dhead = dhead + jnp.einsum("bcv,bcd->vd", dlogits, x, preferred_element_type=dtype)
-        return (total + part, dhead), jnp.einsum("bcv,vd->bcd", dlogits, weight)
+        return (total, dhead), (each, jnp.einsum("bcv,vd->bcd", dlogits, weight))
 
     length = max(settings.chunk // max(hidden.shape[0], 1), 1)
     weights = None if labels.weights is None else to_chunks(labels.weights, length)
     chunks = to_chunks(hidden, length), Labels(to_chunks(labels.labels, length, settings.ignored), weights)
     zeros = jnp.zeros((), dtype), jnp.zeros(head.shape, dtype) if gradients else None
     zeros, _ = vary_alike((), zeros, hidden)
-    (total, dhead), dhidden = lax.scan(step, zeros, chunks)
-    return total, None if dhidden is None else from_chunks(dhidden, tokens), dhead
+    (total, dhead), by_chunks = lax.scan(step, zeros, chunks)
+    each, dhidden = [None if x is None else from_chunks(x, tokens) for x in by_chunks]
+    return (total, each), dhidden, dhead
 
 
-def _entropy(logits: jax.Array, of: Labels, settings: ChunkSettings) -> tuple[jax.Array, jax.Array]:
-    """Return the summed cross-entropy, and the log-sum-exp of each token. The sum is NaN if a label is outside the vocabulary."""
+def _entropy(logits: jax.Array, of: Labels, settings: ChunkSettings) -> tuple[Sums, jax.Array]:
+    """Return the sums, and the log-sum-exp of each token. The first sum is NaN if a label is outside the vocabulary."""
     labels = of.labels
     wide, kept = logits.astype(accumulation_dtype(logits.dtype)), labels != settings.ignored
     lse = jax.nn.logsumexp(wide, -1)
     index = jnp.where(kept, jnp.where(labels < 0, logits.shape[-1], labels), 0)  # negative indices count from the end
     chosen = jnp.take_along_axis(logits, index[..., None], -1, mode="fill")[..., 0].astype(wide.dtype)
-    return of.weighted(jnp.where(kept, lse - chosen, 0)).sum(), lse
+    each = of.weighted(jnp.where(kept, lse - chosen, 0))
+    return (each.sum(), each if settings.each else None), lse
 
 
 def _dlogits(logits: jax.Array, of: Labels, lse: jax.Array, settings: ChunkSettings) -> jax.Array:

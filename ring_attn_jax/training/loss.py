@@ -16,12 +16,13 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from ring_attn_core.model.chunks import check_dtypes, check_loss, check_weights
+from ring_attn_core.problem.strategies import check_order
 from ring_attn_core.validation import check_integer, in_words
 
 from ..attend.tiles import accumulation_dtype
 from ..axes import axes_of, checks_are_off, on_auto_axes, on_explicit_axes, unknown_axis, without_derivative
 from ..sharded import ShardedAxes
-from .cross_entropy import ChunkSettings, Labels, sum_of_hidden, sum_of_logits
+from .cross_entropy import ChunkSettings, Labels, order_free_sum, sum_of_hidden, sum_of_logits
 
 
 def loss(
@@ -32,6 +33,7 @@ def loss(
     head: jax.Array | None = None,
     chunk: int = 4096,
     reduction: str = "mean",
+    order: str = "ring",
     axis_name: str | Sequence[str] | None = "seq",
     mesh: Mesh | None = None,
     batch_axes: str | Sequence[str] = (),
@@ -61,6 +63,9 @@ def loss(
     ``reduction="sum"`` returns the sum without the division. For gradient accumulation, divide this sum by the label count of all
     microbatches (:func:`count_labels`), or by the sum of all weights; a mean of microbatch means is not the mean over all labels.
 
+    ``order="global"``: the loss, and the gradient of each token's logits, have the same bits on any number of ranks and in any
+    layout, if the logits have. The gradient of the head is a matrix product, which does not.
+
     Inside ``jax.shard_map`` (with its default check_vma=True) each rank gets the gradients of replicated weights that one device
     would compute from all tokens. Under check_vma=False, with more than one rank, the loss is right but not differentiable: JAX
     would not sum the gradients over the ranks, and would multiply each gradient by the number of ranks.
@@ -76,7 +81,8 @@ def loss(
     check_dtypes(str(logits.dtype), str(labels.dtype))
     check_loss(logits.shape, labels.shape, None if head is None else head.shape, chunk, reduction)
     check_weights(None if label_weights is None else label_weights.shape, labels.shape)
-    settings, of_tokens = ChunkSettings(ignore_index, chunk), Labels(labels, label_weights)
+    check_order(order)
+    settings, of_tokens = ChunkSettings(ignore_index, chunk, order == "global"), Labels(labels, label_weights)
     if mesh is not None:
         names = ShardedAxes.of(mesh, axis_name, batch_axes, None).seen_in(of_tokens.labels)
         axes = names.axis_name, *names.batch_axes
@@ -112,15 +118,39 @@ def _over_ranks(
     """Return the loss over the shards of all ranks along ``axis_name``, or over global arrays if ``axis_name`` is None."""
     labels = _constants(labels, settings.ignored, accumulation_dtype(logits.dtype), reduction)
     if head is None:
-        total = sum_of_logits(logits, labels, settings)
+        total, each = sum_of_logits(logits, labels, settings)
     else:
         of_chunks = on_auto_axes(partial(sum_of_hidden, settings=settings), PartitionSpec())
         rows = logits.reshape(-1, *logits.shape[-2:]) if logits.ndim != 3 else logits
-        total = of_chunks(rows, head, jax.tree.map(lambda x: x.reshape(rows.shape[:2]), labels))
+        total, each = of_chunks(rows, head, jax.tree.map(lambda x: x.reshape(rows.shape[:2]), labels))
     divisor = (labels.labels != settings.ignored).sum() if labels.weights is None else labels.weights.sum()
+    summed = [] if each is None else [each] if labels.weights is None else [each, labels.weights]
+    sums = [_of_all_ranks(x, axis_name) for x in summed]
     if axis_name is not None:
-        total, divisor = _sum("loss", axis_name, total, divisor)
+        total, divisor, *sums = _sum("loss", axis_name, total, divisor, *sums)
+    if sums:
+        total = _with_value(total, sums[0])
+        divisor = divisor if labels.weights is None else sums[1]
     return total if reduction == "sum" else total / jnp.where(divisor == 0, jnp.inf, divisor.astype(total.dtype))
+
+
+def _of_all_ranks(x: jax.Array, axis_name: str | Sequence[str] | None) -> jax.Array:
+    """Return the ``order_free_sum`` of the shards of all ranks on the first of them, 0 on the others."""
+    x = lax.stop_gradient(x)
+    if axis_name is None:
+        return order_free_sum(x)
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    x = lax.pcast(x, missing, to="varying") if (missing := tuple(name for name in names if name not in axes_of(x))) else x
+    return jnp.where(lax.axis_index(names) == 0, order_free_sum(lax.all_gather(x, names)), 0)
+
+
+@jax.custom_vjp
+def _with_value(total: jax.Array, value: jax.Array) -> jax.Array:
+    """Return ``value`` with the gradient of ``total``."""
+    return value
+
+
+_with_value.defvjp(lambda total, value: (value, None), lambda _, dtotal: (dtotal, None))
 
 
 def _constants(labels: Labels, ignored: int, dtype: Any, reduction: str) -> Labels:

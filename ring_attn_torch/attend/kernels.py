@@ -20,7 +20,7 @@ from ring_attn_core.kernels.portable import launches as portable
 from ring_attn_core.runs import Band
 
 from .backend import sink_gradient
-from .keys import Keys, clipped, zeroed
+from .keys import Keys, along_tokens, clipped, zeroed
 from .launch import aligned, launch
 from .one_run import as_one_run
 from .recent import Unchanged, beside_capture, reusable, stream_of
@@ -41,11 +41,15 @@ class Kernels:
         """Merge attention to the visible keys into ``total`` by a forward kernel. See ``Backend.attend``."""
         if keys.kv.shape[1] != self.call.kv_local:
             return self._for(keys).attend(q, keys, rows, score, total, last)
+        call, own = self.call.of_own_queries, score.query_tiles
+        if own is not None:
+            q, rows, score = own.take(q), own.rows, _of_own(score)
         arrays = self._arrays(q, keys, rows, score)
         if total is not None:
             arrays |= {name + "_in": x for name, x in total._asdict().items() if x is not None}
-        _add_lists(arrays, steps.lists(self.call, "forward"))
-        return State(*launch(steps.forward(self.call, total is None, last), arrays))
+        _add_lists(arrays, steps.lists(call, "forward"), shared=own is None)
+        results = launch(steps.forward(call, total is None, last), arrays)
+        return State(*(results if own is None else map(own.put, results)))
 
     def backward_inputs(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
         """Compute delta by a kernel, once for all steps of a backward. See ``Backend.backward_inputs``."""
@@ -70,7 +74,7 @@ class Kernels:
         bounds = None
         if score.extents is not None and self.band is None:
             arrays = self._arrays(q, keys, rows, score)
-            _add_lists(arrays, (steps.extent_bounds(self.call),))
+            _add_lists(arrays, (steps.extent_bounds(self.call),), shared=score.query_tiles is None)
             bounds = arrays["bounds"]
         return BackwardInputs(q, dout, lse2, delta, dsinks, bounds)
 
@@ -104,21 +108,32 @@ class Kernels:
 
     def attend_dq(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor | None, last: bool) -> Tensor:
         """Return the gradient of q from these keys, plus ``dq`` if not None. After the ``last`` step the sum is in q's dtype."""
+        call, own = self.call.of_own_queries, score.query_tiles
+        if own is not None:
+            of_q = of_q._replace(
+                q=own.take(of_q.q), dout=own.take(of_q.dout), lse=own.take(of_q.lse, 2), delta=own.take(of_q.delta, 2)
+            )
+            rows, score = own.rows, _of_own(score)
         arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if dq is not None:
             arrays["dq_in"] = dq
-        _add_lists(arrays, steps.lists(self.call, "dq"))
-        (dq,) = launch(steps.dq(self.call, dq is None, last), arrays)
-        return dq
+        _add_lists(arrays, steps.lists(call, "dq"), shared=own is None)
+        (dq,) = launch(steps.dq(call, dq is None, last), arrays)
+        return dq if own is None else own.put(dq)
 
     def attend_dkv(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, arrived: Tensor | None) -> Gradients:
         """Return dkv, or (dk, dv) if k and v are two arrays, from this rank's queries, plus ``arrived`` from other ranks'."""
+        call, own = self.call.of_own_keys, score.key_tiles
+        if own is not None:
+            keys, rows = along_tokens(own.take, keys), own.rows
         arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         self._add_bounds(arrays, of_q)
         if arrived is not None:
             arrays["dkv_in"] = arrived
-        _add_lists(arrays, steps.lists(self.call, "dkv"))
-        dkv = launch(steps.dkv(self.call, arrived is None, not self.call.packed), arrays)
+        _add_lists(arrays, steps.lists(call, "dkv"), shared=own is None)
+        dkv = launch(steps.dkv(call, arrived is None, not call.packed), arrays)
+        if own is not None:
+            dkv = tuple(map(own.put, dkv))
         return dkv[0] if len(dkv) == 1 else dkv
 
     def _for(self, keys: Keys) -> Kernels:
@@ -141,6 +156,12 @@ class Kernels:
             _add_lists(arrays, (steps.extent_bounds(self.call),))
 
 
+def _of_own(score: Score) -> Score:
+    """Return a score with the extents of the own queries."""
+    own, extents = score.query_tiles, score.extents
+    return score if own is None or extents is None else score._replace(extents=own.take(extents))
+
+
 LISTED = {"rows", "extents", "bounds", "key_tiles"}
 """Names of input arrays that several calls share. If a launch reads only these inputs, its outputs are cached."""
 
@@ -150,11 +171,12 @@ def _finite(x: Tensor, where: Tensor) -> Tensor:
     return aligned(torch.where(where, x.nan_to_num(0, 0, 0), x))
 
 
-def _add_lists(arrays: dict[str, Tensor], launches: Iterable[Launch]) -> None:
-    """Add the outputs of ``launches`` to ``arrays`` by name. Cache the outputs of launches that read only ``LISTED`` arrays."""
+def _add_lists(arrays: dict[str, Tensor], launches: Iterable[Launch], shared: bool = True) -> None:
+    """Add the outputs of ``launches`` to ``arrays`` by name. Cache the outputs of launches that read only ``LISTED`` arrays, if
+    these are ``shared`` by the layers."""
     for each in launches:
         inputs = [arrays[name] for name in each.inputs]
-        if LISTED.issuperset(each.inputs) and reusable(inputs, inputs[0].device):
+        if shared and LISTED.issuperset(each.inputs) and reusable(inputs, inputs[0].device):
             outputs = _recent_lists(each, tuple(map(Unchanged, inputs)), stream_of(inputs[0].device))
         else:
             outputs = launch(each, arrays)

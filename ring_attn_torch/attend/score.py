@@ -7,6 +7,24 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from ring_attn_core.plan.ring import Rows
+
+
+class OwnTiles(NamedTuple):
+    """The tokens on which a GPU kernel computes the results that this rank needs, by ``OwnRuns`` of the core. ``order`` [n]: the
+    index of each in the whole array. ``places`` [s]: the index among them of each own token of the whole array, elsewhere any."""
+
+    rows: Rows
+    order: Tensor
+    places: Tensor
+
+    def take(self, x: Tensor, dim: int = 1) -> Tensor:
+        return x.index_select(dim, self.order)
+
+    def put(self, x: Tensor) -> Tensor:
+        """Return results [b n ...] of these tokens as those of the whole array [b s ...]."""
+        return x.index_select(1, self.places)
+
 
 class Score(NamedTuple):
     """The parameters of a score and of dropout. A feature whose field is None is off, and so is dropout at rate 0.
@@ -29,3 +47,6 @@ class Score(NamedTuple):
     own_queries: np.ndarray | None = None
     own_keys: np.ndarray | None = None
     """bool [s] and [t]: the tokens whose results this rank needs. A pair of tiles without one is skipped. None: all."""
+    query_tiles: OwnTiles | None = None
+    key_tiles: OwnTiles | None = None
+    """The same for kernels. None: all tokens, by the rows of the step."""

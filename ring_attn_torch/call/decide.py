@@ -75,7 +75,7 @@ class Decision:
 
     def pack_keys(self, k: Any, v: Any, arrays: Arrays) -> Keys:
         """Pack k, v, the key mask and the key extents into ``Keys``, the form in which they travel between ranks."""
-        two_arrays = self.backend.two_arrays and not self.plan.travels
+        two_arrays = self.backend.two_arrays and not self.steps.travels
         return pack(k, None if self.values_in_keys else v, arrays.key_mask, arrays.key_extents, two_arrays=two_arrays)
 
     def score_with(self, arrays: Arrays) -> Score:
@@ -111,7 +111,7 @@ def _backend(problem: Problem, any_position: bool, passes: Collection[str]) -> B
     warn_if_untried("torch", not dist.is_initialized() or dist.get_rank() == 0)
     call = runnable(problem, any_position, passes)
     if call is not None:
-        return Kernels(call, problem.plan.band_of_one_run)
+        return Kernels(call, problem.steps.band_of_one_run)
     v_dim = problem.options.v_dim
     return Vendor(problem.options.backend, v_dim=v_dim) if problem.options.backend in VENDORS else Blockwise(v_dim=v_dim)
 

@@ -190,6 +190,7 @@ def check_model(model: Decoder) -> None:
     if not isinstance(getattr(model, "config", None), TransformerConfig):
         raise ValueError(f"model must be a RingTransformer, got {type(model).__name__}: of a wrapped one pass what is inside")
     windows_of(model.config)
+    checks.check_order(model.ring.order)
     for name, p in model.named_parameters():
         if is_dtensor(p):
             raise ValueError(

@@ -41,7 +41,7 @@ class RingAttention(Projections):
         head_dim: features of a head. None: dim / heads.
         group: the ring, a ProcessGroup or 1-D DeviceMesh; None: the default group, or a ring of one rank if torch.distributed is
             not initialized.
-        layout, mask, strategy, backend, deterministic: as in :func:`ring_attention`.
+        layout, mask, strategy, order, backend, deterministic: as in :func:`ring_attention`.
         rotary: the position embedding, a ``Rotary`` of :mod:`ring_attn_core.model.rotary` with an optional scaling.
         rotary_base: ``rotary_base=b`` is short for ``rotary=Rotary(b)``. If both are None, q and k are not rotated.
         qk_norm: apply an :class:`RMSNorm` over head_dim to q and k before the rotary embedding, as in Qwen3.

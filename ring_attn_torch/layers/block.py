@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ring_attn_core.model.config import AttentionConfig, TransformerConfig
-from ring_attn_core.model.mixers import Mamba2Config
+from ring_attn_core.model.mixers import Mamba2Config, check_mixers_order
 from ring_attn_core.model.rotary import Rotary
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 
@@ -116,4 +116,5 @@ def mixer_of(config: TransformerConfig, layer: int, ring: LayerRing) -> Mixer:
     if isinstance(sizes, AttentionConfig):
         return RingAttention(**sizes.arguments, **vars(ring))
     kind = Mamba2 if isinstance(sizes, Mamba2Config) else GatedDeltaNet
+    check_mixers_order(ring.order, kind.__name__)
     return kind(**vars(sizes), layout=ring.layout, group=ring.group)

@@ -27,8 +27,8 @@ class RingMultiheadArguments(LayerRing, MultiheadArguments):
 class MultiheadAttention(MultiheadBase):
     """``torch.nn.MultiheadAttention`` over a ring: the same constructor, forward and state dict, on shards of the sequence.
 
-    ``group``, ``layout``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. All other arguments are
-    torch's. A rank's gradients of the weights are partial: sum them over the ranks with :func:`sum_gradients`.
+    ``group``, ``layout``, ``strategy``, ``order``, ``backend``, ``deterministic``: as in :func:`ring_attention`. All other
+    arguments are torch's. A rank's gradients of the weights are partial: sum them over the ranks with :func:`sum_gradients`.
 
     Intended differences:
         - The call returns ``(out, None)``, also by default: the attention weights [tokens, tokens] are never materialized.

@@ -27,6 +27,7 @@ class RecurrentArguments(LayerRing):
     heads: int = field(kw_only=False)
     param_dtype: torch.dtype | str = "float32"
     strategy: str = field(default="auto", init=False)
+    order: str = field(default="ring", init=False)
     backend: str = field(default="auto", init=False)
     deterministic: bool = field(default=False, init=False)
 

@@ -24,6 +24,7 @@ class LayerRing:
     layout: str = "zigzag"
     group: dist.ProcessGroup | DeviceMesh | None = None
     strategy: str = "auto"
+    order: str = "ring"
     backend: str = "auto"
     deterministic: bool = False
 
@@ -53,6 +54,7 @@ class ContiguousRing(LayerRing):
     """The ring of a layer whose shards are contiguous."""
 
     layout: str = field(default="contiguous", init=False)
+    order: str = field(default="ring", init=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,12 +26,14 @@ from ring_attn_core.model.chunks import even_chunk
 
 class Labels(NamedTuple):
     """The int64 ``labels`` [n] of tokens, the ``ignored`` label, and the maximum number of tokens in a ``chunk``. ``weights``
-    [n], in at least float32: the factor of each token's cross-entropy, 0 at ignored labels. None means 1 for all."""
+    [n], in at least float32: the factor of each token's cross-entropy, 0 at ignored labels. None means 1 for all. ``each``: the
+    cross-entropy of each token is returned beside their sum."""
 
     labels: Tensor
     ignored: int
     chunk: int
     weights: Tensor | None = None
+    each: bool = False
 
     def weighted(self, x: Tensor, rows: slice) -> Tensor:
         """Multiply ``x`` [tokens, ...] in place by the weights of the tokens ``rows``, if there are weights. Return ``x``."""
@@ -45,14 +47,31 @@ class Labels(NamedTuple):
         return (slice(start, min(start + step, tokens)) for start in range(0, tokens, step))
 
 
-def sum_of_logits(logits: Tensor, labels: Labels) -> Tensor:
-    """Return the weighted sum of the cross-entropies of ``logits`` [n vocab] as a 0-d tensor, in at least float32."""
+Sums = tuple[Tensor, Tensor | None]
+"""A weighted sum of cross-entropies, 0-d in at least float32, and the summands [n] if the labels ask for them."""
+
+
+def order_free_sum(x: Tensor) -> Tensor:
+    """Return the sum of ``x`` [n], the same bits for any order of its numbers and any count of zeros among them: pairs are added,
+    and pairs of pairs, the largest numbers first."""
+    x = x.sort().values
+    x = x[x.abs().argsort(stable=True, descending=True)]
+    while len(x) > 1:
+        x = F.pad(x, (0, len(x) % 2))
+        x = x[0::2] + x[1::2]
+    return x.sum()
+
+
+def sum_of_logits(logits: Tensor, labels: Labels) -> Sums:
+    """Return the weighted sum of the cross-entropies of ``logits`` [n vocab]."""
     if torch.is_grad_enabled() and logits.requires_grad:
-        return _SumOfLogits.apply(logits, *labels)[0]  # type: ignore[index]
-    return _of_logits(logits, labels)[0]
+        total, _, each = _SumOfLogits.apply(logits, *labels)  # type: ignore[misc]
+    else:
+        total, _, each = _of_logits(logits, labels)
+    return total, each
 
 
-def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Tensor:
+def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Sums:
     """Return the weighted sum of the cross-entropies of the logits ``hidden head^T``, from hidden [n dim] and head [vocab dim].
     Products take hidden's (or autocast's) dtype; softmax and sums over tokens, such as the head's gradient, are at least float32.
     """
@@ -63,7 +82,7 @@ def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Tensor:
         if torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
             links = hidden[:0].clone(), head[:0].clone()
             return _SumOfHidden.apply(hidden, head, *labels, *links)  # type: ignore[return-value]
-        return _of_hidden(hidden, head, labels, (False, False))[0]
+        return _of_hidden(hidden, head, labels, (False, False))[:2]
 
 
 def one_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
@@ -101,71 +120,82 @@ class _SumOfLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, ignored: int, chunk: int, weights: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        total, lse = _of_logits(logits, Labels(labels, ignored, chunk, weights))
+        ctx: Any, logits: Tensor, labels: Tensor, ignored: int, chunk: int, weights: Tensor | None, each: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        total, lse, summed = _of_logits(logits, Labels(labels, ignored, chunk, weights, each))
         ctx.save_for_backward(logits, labels, lse, weights)
-        ctx.mark_non_differentiable(lse)
+        ctx.mark_non_differentiable(lse, *([] if summed is None else [summed]))
         ctx.set_materialize_grads(False)
         ctx.settings = ignored, chunk
-        return total, lse
+        return total, lse, summed
 
     @staticmethod
     @one_derivative
-    def backward(ctx: Any, dtotal: Tensor | None, _: None) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, dtotal: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         logits, labels, lse, weights = ctx.saved_tensors
         if dtotal is None:
-            return None, None, None, None, None
+            return (None,) * 6
         of = Labels(labels, *ctx.settings, weights=weights)
         dlogits = torch.empty_like(logits)
         for rows in of.slices:
             p = (logits[rows].to(lse.dtype) - lse[rows, None]).exp_()
             dlogits[rows] = of.weighted(_minus_one_hot(p, labels[rows], of.ignored).mul_(dtotal), rows)
-        return dlogits, None, None, None, None
+        return dlogits, None, None, None, None, None
 
 
 class _SumOfHidden(torch.autograd.Function):
     """The autograd function of ``sum_of_hidden``. The forward computes the gradients per chunk, and the backward scales them.
-    ``rest``: the labels' weights or None, then empty slices of hidden and head, on which ``one_derivative`` needs saved tensors
-    to depend."""
+    ``rest``: the last fields of Labels, then empty slices of hidden and head, on which ``one_derivative`` needs saved tensors to
+    depend."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, ignored: int, chunk: int, *rest: Tensor | None) -> Tensor:
-        weights, *links = rest
-        total, *gradients = _of_hidden(hidden, head, Labels(labels, ignored, chunk, weights), ctx.needs_input_grad[:2])
-        ctx.save_for_backward(*gradients, *links)
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, ignored: int, chunk: int, *rest: Tensor | bool | None
+    ) -> Sums:
+        of = Labels(labels, ignored, chunk, *rest[:2])  # type: ignore[arg-type]
+        total, each, *gradients = _of_hidden(hidden, head, of, ctx.needs_input_grad[:2])
+        ctx.save_for_backward(*gradients, *rest[2:])
+        if each is not None:
+            ctx.mark_non_differentiable(each)
         ctx.dtype = head.dtype
-        return total
+        return total, each
 
     @staticmethod
     @one_derivative
-    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dtotal: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         dhidden, dhead, *_ = ctx.saved_tensors
         dhidden = None if dhidden is None else dhidden * dtotal
         dhead = None if dhead is None else (dhead * dtotal).to(ctx.dtype)
-        return dhidden, dhead, None, None, None, None, None, None
+        return dhidden, dhead, *[None] * 7
 
 
-def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy of ``logits`` [n vocab] with the labels ``of``, and each token's log-sum-exp [n]."""
+def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the summed cross-entropy of ``logits`` [n vocab] with the labels ``of``, each token's log-sum-exp [n], and the
+    summands."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     total, lse = logits.new_zeros((), dtype=dtype), logits.new_empty(logits.shape[0], dtype=dtype)
+    summed = torch.empty_like(lse) if of.each else None
     for rows in of.slices:
         wide, labels = logits[rows].to(dtype), of.labels[rows]
         lse[rows] = wide.logsumexp(-1)
         wrong = strange_labels(labels, of.ignored, wide.shape[-1])
         each = lse[rows] + F.nll_loss(wide, labels.masked_fill(wrong, of.ignored), ignore_index=of.ignored, reduction="none")
         each = each.masked_fill_(labels == of.ignored, 0).masked_fill_(wrong, torch.nan)
-        total = total + of.weighted(each, rows).sum()
-    return total, lse
+        each = of.weighted(each, rows)
+        total = total + each.sum()
+        if summed is not None:
+            summed[rows] = each
+    return total, lse, summed
 
 
 def _of_hidden(
     hidden: Tensor, head: Tensor, of: Labels, wanted: tuple[bool, bool]
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return (summed cross-entropy, dhidden in hidden's dtype, dhead in at least float32); a gradient not ``wanted`` is None."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return (summed cross-entropy, the summands, dhidden in hidden's dtype, dhead in at least float32). A gradient not
+    ``wanted`` is None."""
     dtype, weight = torch.promote_types(hidden.dtype, torch.float32), head.to(hidden.dtype)
     total = hidden.new_zeros((), dtype=dtype)
+    summed = hidden.new_empty(hidden.shape[0], dtype=dtype) if of.each else None
     dhidden = torch.empty_like(hidden) if wanted[0] else None
     dhead = torch.zeros_like(weight, dtype=dtype) if wanted[1] else None
     for rows in of.slices:
@@ -175,10 +205,13 @@ def _of_hidden(
         p = F.log_softmax(_product(x, weight.t(), dtype), -1)
         wrong = strange_labels(labels, of.ignored, p.shape[-1])
         kept = labels.masked_fill(wrong, of.ignored)
-        if of.weights is None:
+        if of.weights is None and summed is None:
             part = F.nll_loss(p, kept, ignore_index=of.ignored, reduction="sum")
         else:
-            part = of.weighted(F.nll_loss(p, kept, ignore_index=of.ignored, reduction="none"), rows).sum()
+            each = of.weighted(F.nll_loss(p, kept, ignore_index=of.ignored, reduction="none"), rows)
+            part = each.sum()
+            if summed is not None:
+                summed[rows] = each
         total = total + part.masked_fill(wrong.any(), torch.nan)
         if dhidden is None and dhead is None:
             continue
@@ -187,7 +220,7 @@ def _of_hidden(
             dhidden[rows] = dlogits @ weight
         if dhead is not None:
             dhead = _plus_product(dhead, dlogits.t(), x)
-    return total, dhidden, dhead
+    return total, summed, dhidden, dhead
 
 
 def strange_labels(labels: Tensor, ignored: int, vocab: int) -> Tensor:

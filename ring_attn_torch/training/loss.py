@@ -13,12 +13,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.model.chunks import check_dtypes, check_loss, check_weights
+from ring_attn_core.problem.strategies import check_order
 from ring_attn_core.validation import check_integer, in_words
 
 from ..call.autograd import eager_only
 from ..ring.agreement import AgreedCall, agree_on, exchange
 from ..ring.groups import Group, is_dtensor, ranks_of, ring_of
-from .cross_entropy import Labels, strange_labels, sum_of_hidden, sum_of_logits
+from ..ring.transfer import all_gather
+from .cross_entropy import Labels, order_free_sum, strange_labels, sum_of_hidden, sum_of_logits
 
 
 def loss(
@@ -29,6 +31,7 @@ def loss(
     head: Tensor | None = None,
     chunk: int = 4096,
     reduction: str = "mean",
+    order: str = "ring",
     group: dist.ProcessGroup | DeviceMesh | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
@@ -53,6 +56,9 @@ def loss(
     ``reduction="sum"`` skips the division. For gradient accumulation, divide by the number of labels in all microbatches
     (:func:`count_labels`), or by the sum of all weights: a mean of the microbatches' means is not the mean over all labels.
 
+    ``order="global"``: the loss, and the gradient of each token's logits, have the same bits on any number of ranks and in any
+    layout, if the logits have. The gradient of the head is a matrix product, which does not.
+
     Each rank's gradient is partial: the *sum* over the ranks (:func:`sum_gradients`) is the gradient of one device.
     DistributedDataParallel and FSDP take the mean over ranks. If you use them, multiply the loss by the number of ranks. Second
     derivatives are not supported.
@@ -69,14 +75,17 @@ def loss(
         check_dtypes(str(logits.dtype).removeprefix("torch."), str(labels.dtype).removeprefix("torch."))
         check_loss(tuple(logits.shape), tuple(labels.shape), None if head is None else tuple(head.shape), chunk, reduction)
         check_weights(None if label_weights is None else tuple(label_weights.shape), tuple(labels.shape))
+        check_order(order)
 
     alike = ("ignore_index", ignore_index), ("reduction", reduction), ("head", head is not None)
-    alike = *alike, ("label_weights", label_weights is not None)
+    alike = *alike, ("label_weights", label_weights is not None), ("order", order)
+    if order == "global":
+        alike = *alike, ("the number of tokens of a rank", labels.numel())
     agree_on(AgreedCall("loss", _device(logits), alike), ring, check)
     tokens = labels_of(labels, ignore_index, chunk, label_weights, torch.promote_types(logits.dtype, torch.float32))
-    flat = logits.flatten(0, -2)
-    part = sum_of_logits(flat, tokens) if head is None else sum_of_hidden(flat, head, tokens)
-    return over_ranks(part, tokens, ring, reduction, flat.shape[-1] if head is None else head.shape[0])
+    flat, tokens = logits.flatten(0, -2), tokens._replace(each=order == "global")
+    part, each = sum_of_logits(flat, tokens) if head is None else sum_of_hidden(flat, head, tokens)
+    return over_ranks(part, tokens, ring, reduction, flat.shape[-1] if head is None else head.shape[0], each)
 
 
 def labels_of(labels: Tensor, ignore_index: int, chunk: int, weights: Tensor | None, dtype: torch.dtype) -> Labels:
@@ -87,11 +96,14 @@ def labels_of(labels: Tensor, ignore_index: int, chunk: int, weights: Tensor | N
     return Labels(flat, ignore_index, chunk, weights)
 
 
-def over_ranks(part: Tensor, labels: Labels, ring: Group, reduction: str, vocab: int | None = None) -> Tensor:
+def over_ranks(
+    part: Tensor, labels: Labels, ring: Group, reduction: str, vocab: int | None = None, each: Tensor | None = None
+) -> Tensor:
     """Return the weighted mean (or sum) of the cross-entropies over the labels of all ranks of ``ring``.
 
-    ``part``: the sum over this rank's labels, 0-d, with a gradient. One all-reduce also counts labels outside ``vocab`` and,
-    for a mean, weights that are negative or not finite. If a count is not 0, every rank raises ValueError on CPUs; without
+    ``part``: the sum over this rank's labels, 0-d, with a gradient. ``each``: its summands [n]; then the results have the same
+    bits on any number of ranks. An all-reduce also counts labels outside ``vocab`` and, for a mean, weights that are negative or
+    not finite. If a count is not 0, every rank raises ValueError on CPUs; without
     ``vocab``, under torch.compile, and on GPUs, where reading the counts would synchronize, loss and gradient become NaN.
     """
     strange = part.new_zeros(()) if vocab is None else strange_labels(labels.labels, labels.ignored, vocab).sum()
@@ -100,6 +112,10 @@ def over_ranks(part: Tensor, labels: Labels, ring: Group, reduction: str, vocab:
     total = torch.stack([x.to(part.dtype) for x in (part.detach(), divisor, strange, wrong)])
     if ranks_of(ring) > 1:
         dist.all_reduce(total, group=ring)
+    if each is not None:
+        summed = [each.detach()] if labels.weights is None else [each.detach(), labels.weights]
+        gathered = all_gather(tuple(summed), ring).wait() if ranks_of(ring) > 1 else summed
+        total = torch.stack([*[order_free_sum(x.flatten()) for x in gathered], *total[len(summed) :]])
     if vocab is not None and part.device.type == "cpu" and eager_only([total]) and total[2:].any():
         raise _wrong(labels, ring, vocab, reduction)
     divisor = torch.ones_like(total[1]) if reduction == "sum" else total[1].masked_fill(total[1] == 0, torch.inf)

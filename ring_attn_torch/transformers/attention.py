@@ -123,8 +123,7 @@ def ring_attention_forward(
         key_extents=mask.key_extents,
         key_mask=mask.key_mask,
         length=mask.length,
-        strategy=mask.ring.strategy,
-        backend=mask.ring.backend,
+        **{name: getattr(mask.ring, name) for name in ("strategy", "order", "backend")},
         **score,
     )
     return out, None

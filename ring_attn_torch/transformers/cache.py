@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
 from transformers.cache_utils import Cache, DynamicCache
 
+from ring_attn_core.cache.checks import check_order
 from ring_attn_core.cache.spec import CacheSizes
 from ring_attn_core.data.settings import BALANCED
 from ring_attn_core.layouts import padded_local
@@ -171,6 +172,7 @@ class CachedCall(RunningCall):
         [batch, tokens, heads, dim] each; ``window``: the earlier tokens that a token sees, None for all. The first layer creates
         ``step``."""
         (q, k, v), ring, kv = qkv, self.cache.ring, self.cache.kv
+        check_order(ring.order)
         if self.step is None:
             kv = self.cache.holding(k, v, self.tokens if self.local is None else self.local * ring.ranks, self.local)
             if self.local is None:

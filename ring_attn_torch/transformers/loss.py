@@ -175,7 +175,7 @@ class ChunkedHead:
                 )
             dtype = torch.promote_types(hidden.dtype, torch.float32)
             tokens = labels_of(labels, batch.ignore_index, self.chunk, batch.label_weights, dtype)
-            made.append(sum_of_hidden(hidden.flatten(0, -2), self.linear.weight, tokens).view(1, 1, 1))
+            made.append(sum_of_hidden(hidden.flatten(0, -2), self.linear.weight, tokens)[0].view(1, 1, 1))
             return made[-1]
 
         def check(_: nn.Module, __: Any, output: Any) -> None:

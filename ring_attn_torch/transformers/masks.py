@@ -44,13 +44,13 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class CallRing(NamedTuple):
-    """The ring of a model: the arguments of ring_attention that all its layers share. A call with ``layout`` "balanced" makes a
-    copy with the BalancedLayout of its documents."""
+    """The ring of a model: arguments of ring_attention. A call with ``layout`` "balanced" makes a copy with a BalancedLayout."""
 
     group: dist.ProcessGroup | None = None
     layout: Any = "zigzag"
     strategy: Strategy = "auto"
     backend: str = "auto"
+    order: str = "ring"
 
     @property
     def ranks(self) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ring_attn_core.masks import causal
+from ring_attn_core.model.mixers import check_mixers_order
 
 from ..recurrence.convolution import causal_conv
 from ..recurrence.delta_rule import gated_delta_rule
@@ -70,7 +71,9 @@ def older_release() -> str:
 
 
 def check_mixers(model: nn.Module, ring: CallRing) -> None:
-    """Raise ValueError if a hybrid model cannot run in the ring's layout."""
+    """Raise ValueError if a hybrid model cannot run in the ring's layout or keep its order."""
+    for mixer in mixers(model).values():
+        check_mixers_order(ring.order, type(mixer).__name__)
     if ring.layout == "striped" and ring.ranks > 1 and (found := mixers(model)):
         raise ValueError(
             f"{type(model).__name__} has linear layers ({next(iter(found))} for one), whose state goes from token to token, and "

@@ -67,12 +67,13 @@ def sequence_parallel(
     gather_logits: bool = False,
     loss_chunk: int | None = None,
     strategy: Strategy | None = None,
+    order: str | None = None,
 ) -> Iterator[nn.Module]:
     """Make ``model(...)`` take global sequences, the same on every rank, and compute one shard per rank, inside this ``with``.
 
     ``model``: a model of transformers, also inside PEFT (LoRA), FSDP2, DDP or torch.compile. ``group``: the ring. ``layout``: a
-    name; "balanced" assigns each call's documents or trees to ranks. ``strategy``: as in :func:`ring_attention`. None: as set by
-    ``enable``, else the default group, "zigzag" and "auto".
+    name; "balanced" assigns each call's documents or trees to ranks. ``strategy``, ``order``: as in :func:`ring_attention`. None:
+    as set by ``enable``, else the default group, "zigzag", "auto" and "ring". The order is attention's alone.
 
     The call takes, by name:
         input_ids [batch, length] or inputs_embeds [batch, length, dim]. Any length: sequences are padded here if necessary.
@@ -115,7 +116,7 @@ def sequence_parallel(
     such as a head with one result per row; if a GPU backend is set for a model on a CPU; if torchrun started processes without a
     process group; if ranks differ in unsharded weights, ids or labels. A layer that mixes tokens without the ring raises later.
     """
-    ring = ring_of_model(model, group, layout, strategy)
+    ring = ring_of_model(model, group, layout, strategy, order)
     check_launched()
     device = device_of(model)
     with same_error(ring.group):
@@ -243,19 +244,20 @@ def enable(
     layout: str = "zigzag",
     strategy: Strategy = "auto",
     backend: str = "auto",
+    order: str = "ring",
 ) -> T:
     """Set a transformers model, or a config before its model is created, to ``attn_implementation="ring"``, and return it.
 
-    ``layout``: as in :func:`sequence_parallel`. ``group``, ``strategy``, ``backend``: as in :func:`ring_attention`. A config
-    stores ``layout``, ``strategy`` and ``backend`` for :func:`sequence_parallel`. A ``group`` for a config raises ValueError,
-    because a group belongs to one process. Only text tokens are sharded: image and audio parts keep their own attention.
+    ``layout``: as in :func:`sequence_parallel`. ``group``, ``strategy``, ``backend``, ``order``: as in :func:`ring_attention`. A
+    config stores all but ``group`` for :func:`sequence_parallel`. A ``group`` for a config raises ValueError, because a group
+    belongs to one process. Only text tokens are sharded: image and audio parts keep their own attention.
 
     Raise ValueError, with the reason, if a model cannot run over a ring: layers that are neither softmax attention nor a known
     mixer of a hybrid model, encoder-decoders, models with attention code of their own. Raise ValueError also if an option is
     unknown, or if a model's backend has no CPU kernels and the host has no GPU. The first call checks all other requirements.
     """
     _check_layout(layout)
-    Options(strategy=strategy, backend=backend)
+    Options(strategy=strategy, backend=backend, order=order)
     check_backend(backend)
     if isinstance(model_or_config, PreTrainedConfig):
         check_config(model_or_config)
@@ -263,13 +265,13 @@ def enable(
             raise ValueError("a config cannot keep group=...: pass it to enable(model, group) or sequence_parallel(model, group)")
         text = model_or_config.get_text_config()
         text._attn_implementation = NAME
-        setattr(text, SETTINGS, {"layout": layout, "strategy": strategy, "backend": backend})
+        setattr(text, SETTINGS, {"layout": layout, "strategy": strategy, "backend": backend, "order": order})
         return model_or_config
     check_model(model_or_config)
     if not torch.cuda.is_available():  # else the model may still go to a GPU
         check_device(backend, device_of(model_or_config))
     model = hugging_face_model(model_or_config)
-    _rings[model] = CallRing(ring_of(group), layout, strategy, backend)
+    _rings[model] = CallRing(ring_of(group), layout, strategy, backend, order)
     model.config.get_text_config()._attn_implementation = NAME
     return model_or_config
 
@@ -279,18 +281,16 @@ def ring_of_model(
     group: dist.ProcessGroup | DeviceMesh | None,
     layout: str | None,
     strategy: Strategy | None,
+    order: str | None = None,
 ) -> CallRing:
     """Return the ring of ``enable``, or a ring of the default group. Arguments that are not None replace its own."""
     inside = hugging_face_model(model)
     settings = getattr(inside.config.get_text_config(), SETTINGS, None) or {}
     ring = _rings.get(inside, CallRing(ring_of(None), **settings))
-    if group is not None:
-        ring = ring._replace(group=ring_of(group))
-    if layout is not None:
-        _check_layout(layout)
-        ring = ring._replace(layout=layout)
-    if strategy is not None:
-        ring = ring._replace(strategy=Options(strategy=strategy).strategy)
+    given: Any = {"group": None if group is None else ring_of(group), "layout": layout, "strategy": strategy, "order": order}
+    ring = ring._replace(**{name: x for name, x in given.items() if x is not None})
+    _check_layout(ring.layout)
+    Options(strategy=ring.strategy, order=ring.order)
     return ring
 
 

@@ -81,8 +81,9 @@ def dkv(call: RingCall, portable: Launch) -> Launch:
 
 
 def tiles_of(call: RingCall) -> WideConfig:
-    """Return the tile sizes, stages and registers of both passes of the backward."""
-    return wide_tiles(in_parts(call.head_dim).total, in_parts(call.v_dim).total, call.kv_local)
+    """Return the tile sizes, stages and registers of both passes of the backward; only those of dk and dv depend on tokens."""
+    tokens = call.seq_local if call.ordered else call.kv_local  # in order of position a rank has a part of the keys
+    return wide_tiles(in_parts(call.head_dim).total, in_parts(call.v_dim).total, tokens)
 
 
 def _widths(call: RingCall) -> dict[str, int]:

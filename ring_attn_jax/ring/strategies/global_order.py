@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from ring_attn_core.plan.global_order import GlobalPlan
+from ring_attn_core.plan.global_order import GlobalPlan, OwnRuns
 
 from ...attend.keys import Keys, along_tokens, clipped, joined, side_by_side
-from ...attend.score import Score
+from ...attend.score import OwnTiles, Score
 from ...attend.state import BackwardInputs, Gradients
 from ..step import Ring
 from ..transfer import all_gather
@@ -36,10 +37,10 @@ class GlobalOrder(OneWay):
         spread, extents = jax.tree.map(lambda x: of_q.sort(side_by_side(all_gather(x, ring.axis))), (queries, extents))
         whole = joined(jax.tree.map(lambda x: all_gather(x, ring.axis), keys), keys.kv.shape[1])
         # The barrier keeps XLA from compiling the tiles in another way where it knows what surrounds them, such as on one rank.
-        spread, keys, extents, own_queries, own_keys = lax.optimization_barrier(
-            (spread, along_tokens(of_k.sort, whole), extents, of_q.own, of_k.own)
-        )
-        return spread, keys, replace(score, extents=extents, own_queries=own_queries, own_keys=own_keys)
+        whole = whole if of_k.order is None else along_tokens(of_k.sort, whole)
+        spread, keys, extents, own_queries, own_keys = lax.optimization_barrier((spread, whole, extents, of_q.own, of_k.own))
+        score = replace(score, extents=extents, own_queries=own_queries, own_keys=own_keys)
+        return spread, keys, replace(score, query_tiles=of_q.tiles, key_tiles=of_k.tiles)
 
     def collect(self, results: tuple[jax.Array, ...], ring: Ring) -> tuple[jax.Array, ...]:
         """Return the results of this rank's own queries. At padding out is 0 and lse -inf."""
@@ -59,33 +60,54 @@ class GlobalOrder(OneWay):
 
 
 class _Tokens(NamedTuple):
-    """``order`` [n]: the index in the joined shards of the token at each position from 0 on. ``places``: the position of each
-    token of this rank's shard, ``length`` and above at padding."""
+    """``order`` [n]: the index in the joined shards of the token at each position from 0 on, None if it is the position.
+    ``places``: the position of each token of this rank's shard, ``length`` and above at padding. ``tiles``: for kernels."""
 
-    order: jax.Array
+    order: jax.Array | None
     places: jax.Array
     length: int
+    slot: int
+    tiles: OwnTiles | None
 
     @property
     def own(self) -> jax.Array:
         """Return bool [n]: True at the positions of this rank's tokens."""
-        return jnp.zeros_like(self.places, bool, shape=self.order.shape).at[self.places].set(True, mode="drop")
+        return jnp.zeros_like(self.places, bool, shape=(self.slot,)).at[self.places].set(True, mode="drop")
 
     def sort(self, x: jax.Array) -> jax.Array:
         """Return the tokens of the joined shards ``x`` [b ranks*n ...] by position, without padding."""
-        return jnp.take(x, self.order, axis=1, mode="clip", unique_indices=True)
+        return x if self.order is None else jnp.take(x, self.order, axis=1, mode="clip", unique_indices=True)
 
     def select(self, x: jax.Array, blank: float = 0.0) -> jax.Array:
         """Return the own tokens of ``x`` [b n h ...] in the order of the shard; padding gets ``blank``."""
+        if self.order is None and self.places.size == self.length:
+            return x
         where = (self.places < self.length).reshape(1, -1, *[1] * (x.ndim - 2))
         return jnp.where(where, jnp.take(x, self.places, axis=1, mode="clip"), blank)
 
 
 def _tokens(ring: Ring) -> tuple[_Tokens, _Tokens]:
     """Return the indices of the queries and of the keys."""
-    plan = ring.plan
+    plan, rank = ring.plan, lax.axis_index(ring.axis)
     assert isinstance(plan, GlobalPlan)
-    of = lambda places, length, slot: _Tokens(
-        jnp.asarray(places.reshape(-1).argsort()[:slot], jnp.int32), jnp.asarray(places)[lax.axis_index(ring.axis)], length
+
+    def of(places: np.ndarray, length: int, slot: int, own: OwnRuns | None) -> _Tokens:
+        sorts = places.reshape(-1).argsort()[:slot]
+        order = None if np.array_equal(sorts, np.arange(places.size)) else jnp.asarray(sorts, jnp.int32)
+        tiles = None if own is None else _tiles(own, rank, slot)
+        return _Tokens(order, jnp.asarray(places)[rank], length, slot, tiles)
+
+    return (
+        of(plan.q_places, plan.length, plan.q_slot, plan.own_queries),
+        of(plan.k_places, plan.kv_length, plan.k_slot, plan.own_keys),
     )
-    return of(plan.q_places, plan.length, plan.q_slot), of(plan.k_places, plan.kv_length, plan.k_slot)
+
+
+def _tiles(own: OwnRuns, rank: jax.Array, slot: int) -> OwnTiles:
+    """Return the indices of this rank's tiles in arrays of ``slot`` tokens."""
+    bases, lengths, starts, _ = jnp.asarray(own.runs, jnp.int32)[rank].T[..., None]
+    at = jnp.arange(slot, dtype=jnp.int32)
+    inside = (at >= starts) & (at < starts + lengths)
+    places = jnp.max(jnp.where(inside, at - starts + bases, 0), 0)
+    order = (starts + jnp.arange(own.slot, dtype=jnp.int32)).reshape(-1)
+    return OwnTiles(jnp.asarray(own.rows, jnp.int32)[rank], order, places)

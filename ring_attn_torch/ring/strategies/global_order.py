@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ring_attn_core.plan.global_order import GlobalPlan
+from ring_attn_core.plan.global_order import GlobalPlan, OwnRuns
 
 from ...attend.keys import Keys, along_tokens, clipped, joined, side_by_side
-from ...attend.score import Score
+from ...attend.score import OwnTiles, Score
 from ...attend.state import BackwardInputs, Gradients
 from ..groups import rank_in
 from ..step import Ring
@@ -37,10 +37,12 @@ class GlobalOrder(OneWay):
             sent = all_gather(sent, ring.group).wait()
         else:
             sent = tuple([None if x is None else x[None] for x in sent])
-        moved: Any = [None if x is None else side_by_side(x).index_select(1, of_q.order) for x in sent[: -len(keys)]]
+        moved: Any = [None if x is None else of_q.sort(side_by_side(x)) for x in sent[: -len(keys)]]
         *spread, extents = moved
-        keys = along_tokens(lambda x: x.index_select(1, of_k.order), joined(Keys(*sent[-len(keys) :]), keys.kv.shape[1]))
-        return tuple(spread), keys, score._replace(extents=extents, own_queries=of_q.own, own_keys=of_k.own)
+        keys = joined(Keys(*sent[-len(keys) :]), keys.kv.shape[1])
+        keys = keys if of_k.order is None else along_tokens(of_k.sort, keys)
+        score = score._replace(extents=extents, own_queries=of_q.own, own_keys=of_k.own)
+        return tuple(spread), keys, score._replace(query_tiles=of_q.tiles, key_tiles=of_k.tiles)
 
     def collect(self, results: tuple[Tensor, ...], ring: Ring) -> tuple[Tensor, ...]:
         """Return the results of this rank's own queries. At padding out is 0 and lse -inf."""
@@ -58,16 +60,24 @@ class GlobalOrder(OneWay):
 
 
 class _Tokens(NamedTuple):
-    """``order``: the index in the joined shards of the token at each position. ``own``: bool, this rank's positions. ``places``,
-    ``blank`` [n 1 1]: the position of each token of its shard, and whether it is padding, whose place is any."""
+    """``order``: the index in the joined shards of the token at each position, None if it is the position. ``own``: bool, this
+    rank's positions. ``places``, ``blank`` [n 1 1]: the position of each token of its shard, and whether it is padding, whose
+    place is any. ``tiles``: for kernels."""
 
-    order: Tensor
+    order: Tensor | None
     own: np.ndarray
     places: Tensor
     blank: Tensor
+    tiles: OwnTiles | None
+
+    def sort(self, x: Tensor) -> Tensor:
+        """Return the tokens of the joined shards ``x`` [b ranks*n ...] by position, without padding."""
+        return x if self.order is None else x.index_select(1, self.order)
 
     def select(self, x: Tensor, blank: float = 0.0) -> Tensor:
         """Return the own tokens of ``x`` [b s h ...] in the order of the shard; padding gets ``blank``."""
+        if self.order is None and self.own.all():
+            return x
         where = self.blank if x.ndim == 4 else self.blank[..., 0]
         return x.index_select(1, self.places).masked_fill_(where, blank)
 
@@ -77,14 +87,29 @@ def _tokens(ring: Ring, device: torch.device) -> tuple[_Tokens, _Tokens]:
     return _tokens_of(ring.plan, rank_in(ring.group), device)
 
 
-@lru_cache(maxsize=8)  # an entry per plan, of some 30 bytes per token of a shard and 10 per token of the ring
+@lru_cache(maxsize=8)  # an entry per plan, of some 50 bytes per token of a shard and 30 per token of the ring
 def _tokens_of(plan: GlobalPlan, rank: int, device: torch.device) -> tuple[_Tokens, _Tokens]:
     """Return the indices of the queries and of the keys."""
     found = []
-    for places, length, slot in ((plan.q_places, plan.length, plan.q_slot), (plan.k_places, plan.kv_length, plan.k_slot)):
+    for places, length, slot, runs in (
+        (plan.q_places, plan.length, plan.q_slot, plan.own_queries),
+        (plan.k_places, plan.kv_length, plan.k_slot, plan.own_keys),
+    ):
         own = np.zeros(slot, bool)
         own[places[rank][places[rank] < length]] = True
-        order, mine = torch.from_numpy(places.reshape(-1).argsort()[:slot]), torch.from_numpy(places[rank]).long()
+        sorts, mine = places.reshape(-1).argsort()[:slot], torch.from_numpy(places[rank]).long()
+        order = None if np.array_equal(sorts, np.arange(places.size)) else torch.from_numpy(sorts).to(device)
         blank = (mine >= length)[:, None, None]
-        found.append(_Tokens(order.to(device), own, mine.clamp(max=slot - 1).to(device), blank.to(device)))
+        tiles = None if runs is None else _tiles(runs, rank, slot, device)
+        found.append(_Tokens(order, own, mine.clamp(max=slot - 1).to(device), blank.to(device), tiles))
     return found[0], found[1]
+
+
+def _tiles(runs: OwnRuns, rank: int, slot: int, device: torch.device) -> OwnTiles:
+    """Return the indices of this rank's tiles in arrays of ``slot`` tokens."""
+    starts = torch.tensor([start for _, _, start, _ in runs.runs[rank]])
+    order = (starts[:, None] + torch.arange(runs.slot)).flatten().clamp(max=slot - 1)
+    places = torch.zeros(slot, dtype=torch.int64)
+    for base, n, start, _ in runs.runs[rank]:
+        places[start : start + n] = torch.arange(base, base + n)
+    return OwnTiles(runs.rows[rank], order.to(device), places.to(device))
