@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 from ring_attn_core.problem.recurrence import check_delta_rule
 
-from ..call.autograd import no_autocast
 from ..ring.carry import fold_runs
 from ..ring.halo import wide
 from .exact import exactly
@@ -77,24 +76,23 @@ def gated_delta_rule(
 
     how = (*shapes.items(), scale, normalize, backend)
     shard = RunShard.of("gated_delta_rule", q, Where(group, layout, length, extents), check, how)
-    with no_autocast(q.device.type):
-        q, k, v32, g, beta = shard.zero_padding(*map(wide, arrays.values()))
-        if normalize:
-            q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
-        q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
-        q, k = (x.repeat_interleave(v.shape[2] // q.shape[2], 2) for x in (q, k))
-        outs, ends = [], []
-        for base, n, _ in shard.runs:
-            run = partial(run_of_fla, v.dtype) if backend == "fla" and n else _run
-            arrays = [x[:, base : base + n] for x in (q, k, v32, g, beta)]
-            out, end = run(arrays, shard.documents_of(base, n, q.shape[0]), bool(shard.order.slots))
-            outs.append(out)
-            ends.append(end)
-        if shard.order.slots:
-            b, a = torch.stack(ends, 1).split([v.shape[-1], q.shape[-1]], -1)
-            states = shard.begin_fresh(fold_runs(shard.forget(a), b, shard.order, shard.ring, True))
-            outs = [exactly(_from_state, out, states[:, i]) for i, out in enumerate(outs)]
-        return shard.join(outs).to(v.dtype)
+    q, k, v32, g, beta = shard.zero_padding(*map(wide, arrays.values()))
+    if normalize:
+        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    q, k = (x.repeat_interleave(v.shape[2] // q.shape[2], 2) for x in (q, k))
+    outs, ends = [], []
+    for base, n, _ in shard.runs:
+        run = partial(run_of_fla, v.dtype) if backend == "fla" and n else _run
+        parts = [x[:, base : base + n] for x in (q, k, v32, g, beta)]
+        out, end = run(parts, shard.documents_of(base, n, q.shape[0]), bool(shard.order.slots))
+        outs.append(out)
+        ends.append(end)
+    if shard.order.slots:
+        b, a = torch.stack(ends, 1).split([v.shape[-1], q.shape[-1]], -1)
+        states = shard.begin_fresh(fold_runs(shard.forget(a), b, shard.order, shard.ring, True))
+        outs = [exactly(_from_state, out, states[:, i]) for i, out in enumerate(outs)]
+    return shard.join(outs).to(v.dtype)
 
 
 def _from_state(out: Tensor, state: Tensor) -> Tensor:

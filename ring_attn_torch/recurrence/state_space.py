@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from ring_attn_core.problem.recurrence import check_state_space
 
-from ..call.autograd import no_autocast
 from ..ring.carry import fold_runs
 from ..ring.halo import wide
 from .exact import exactly
@@ -62,14 +61,13 @@ def state_space(
     shapes = {name: None if each is None else tuple(each.shape) for name, each in arrays.items()}
     check = lambda _: check_state_space(shapes, backend)
     shard = RunShard.of("state_space", x, Where(group, layout, length, extents), check, (*shapes.items(), backend))
-    with no_autocast(x.device.type):
-        u, dt, B, C = shard.zero_padding(*map(wide, (x, dt, B, C)))
-        A, rule = wide(A), _selective if A.ndim == 2 else _structured
-        runs = [(slice(base, base + n), shard.documents_of(base, n, x.shape[0])) for base, n, _ in shard.runs]
-        out = rule(shard, [(u[:, part], dt[:, part], B[:, part], C[:, part], documents) for part, documents in runs], A)
-        if D is not None:
-            out = out + wide(D).view(-1, *[1] * (x.ndim - 3)) * u
-        return out.to(x.dtype)
+    u, dt, B, C = shard.zero_padding(*map(wide, (x, dt, B, C)))
+    A, rule = wide(A), _selective if A.ndim == 2 else _structured
+    runs = [(slice(base, base + n), shard.documents_of(base, n, x.shape[0])) for base, n, _ in shard.runs]
+    out = rule(shard, [(u[:, part], dt[:, part], B[:, part], C[:, part], documents) for part, documents in runs], A)
+    if D is not None:
+        out = out + wide(D).view(-1, *[1] * (x.ndim - 3)) * u
+    return out.to(x.dtype)
 
 
 Run = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
