@@ -161,7 +161,7 @@ def step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
 def _where(
     name: str, local: int, where: tuple[Ring, Layout, int | None], documents: dict[str, Any], others: dict[str, object]
 ) -> dict[str, Any]:
-    """Return the ring's arguments with this rank's extents of ``documents``. Raise ValueError for ``others`` that are set."""
+    """Return the ring's arguments with this rank's extents of ``documents``. Raise ValueError if one of ``others`` is set."""
     group, layout, length = where
     ring, given = ring_of(group), {key: x for key, x in documents.items() if x is not None}
     ranks = ranks_of(ring)

@@ -1,7 +1,7 @@
 """The kernels of flash-linear-attention, which compute each run of a gated delta rule; what ranks exchange stays ours.
 
 A run is one call of theirs, on the values with K columns of 0 and from the state [0 | I], as in ``delta_rule.py``. Documents
-inside a run are no cu_seqlens, which a host must know: their first token forgets the state by a decay that is 0 in float32.
+inside a run need no cu_seqlens, which a host must know: their first token forgets the state by a decay that is 0 in float32.
 """
 
 from __future__ import annotations
