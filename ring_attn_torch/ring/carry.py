@@ -94,7 +94,7 @@ def _times(a: Tensor, state: Tensor, matrix: bool) -> Tensor:
 
 @contextmanager
 def exact_products(x: Tensor) -> Iterator[None]:
-    """Multiply matrices on x's device in their own dtype, without tf32 and autocast. A fold of 16 maps in tf32 is wrong by 8e-4."""
+    """Multiply matrices on x's device in their own dtype, without tf32 and autocast. In tf32 16 maps are wrong by 8e-4."""
     matmul: Any = torch.backends.cuda.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
     try:
