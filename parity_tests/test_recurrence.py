@@ -32,6 +32,12 @@ def place(layout: str, ranks: int, rows: Rows = DOCUMENTS) -> Any:
     return ring_attn_torch.shard_batch(torch.zeros_like(ids), layout, ranks, 0, documents=ids).layout
 
 
+def in_place(layout: str, ranks: int) -> tuple[Any, str, dict[str, Any]]:
+    """Return where tokens are, the layout of a layer's constructor, and arguments of its call."""
+    where = place(layout, ranks)
+    return (where, "zigzag", {"layout": where}) if layout == "balanced" else (where, layout, {})
+
+
 def relative(found: Any, expected: Any) -> float:
     """Return the norm of the error over that of the expected array, or over 0.01 if that is less: a gradient may be 0."""
     return float(np.linalg.norm(np.asarray(found) - expected) / max(np.linalg.norm(expected), 0.01))

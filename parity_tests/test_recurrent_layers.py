@@ -20,7 +20,7 @@ from ring_attn_core.model.memory import Training, peak_memory
 from .support.recurrences import DOCUMENTS, LENGTH
 from .support.recurrent_layers import DIM, HEADS, LAYERS, SIZES, like, reference, tokens
 from .support.selection import first
-from .test_recurrence import IDS, place, relative
+from .test_recurrence import IDS, in_place, relative
 
 PLACES = [("zigzag", True), ("balanced", True), ("contiguous", True), ("zigzag", False)]
 """Layouts, and whether the rows are packed documents."""
@@ -38,12 +38,6 @@ HYBRID: dict[str, Any] = {
 
 def begins(documents: bool) -> torch.Tensor:
     return EXTENTS[..., 0].long() if documents else torch.zeros_like(IDS)
-
-
-def in_place(layout: str, ranks: int) -> tuple[Any, str, dict[str, Any]]:
-    """Return where tokens are, the layout of a layer's constructor, and arguments of its call."""
-    where = place(layout, ranks)
-    return (where, "zigzag", {"layout": where}) if layout == "balanced" else (where, layout, {})
 
 
 def shard_of(x: torch.Tensor, layout: Any, ranks: int, rank: int) -> torch.Tensor:
