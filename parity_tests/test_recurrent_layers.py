@@ -89,9 +89,9 @@ def test_a_recurrent_layer_of_jax_is_one_device(name, inside, layout, documents,
     from .jax.ring import QUICK, mesh_of
 
     with jax.enable_x64(True):
-        (where, made, of_batch), mesh, rngs = in_place(layout, ranks), mesh_of(ranks), nnx.Rngs(0)
+        (where, made, of_batch), mesh = in_place(layout, ranks), mesh_of(ranks)
         arguments = SIZES[name] | ({} if inside else {"mesh": mesh}) | {"layout": made, "param_dtype": "float64"}
-        layer = getattr(ring_attn_jax, name)(DIM, HEADS, **arguments, rngs=rngs)
+        layer = getattr(ring_attn_jax, name)(DIM, HEADS, **arguments, rngs=nnx.Rngs(0))
         weights = like({key: x.shape for key, x in ring_attn_jax.to_numpy(layer).items()})
         ring_attn_jax.from_numpy(layer, weights)
         whole = lambda x: ring_attn_jax.to_layout(jax.numpy.asarray(x.numpy()), where, ranks)
@@ -284,8 +284,7 @@ def test_mixers_that_do_not_fit_are_refused(options, words):
 
 
 def test_mixers_that_are_all_attention_are_a_model_without_mixers():
-    make = lambda **changed: TransformerConfig(**HYBRID | changed)
-    assert make(mixers=["attention"] * 4) == make(mixers=None)
+    assert TransformerConfig(**HYBRID | {"mixers": ["attention"] * 4}) == TransformerConfig(**HYBRID | {"mixers": None})
 
 
 @pytest.mark.parametrize(
