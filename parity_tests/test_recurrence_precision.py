@@ -137,7 +137,7 @@ def test_each_product_of_jax_is_in_full_precision(rule):
             inside += [getattr(x, "jaxpr", x) for x in jax.tree.leaves(step.params, is_leaf=is_jaxpr) if is_jaxpr(x)]
             if step.primitive.name == "dot_general":
                 precisions.append((str(step.params["precision"]), str(step.invars[0].aval.dtype)))
-    assert len(precisions) > 5
+    assert len(precisions) > 3
     assert {dtype for _, dtype in precisions} == {"float32"}
     assert all("HIGHEST" in precision for precision, _ in precisions)
 
