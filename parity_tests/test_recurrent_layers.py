@@ -20,9 +20,9 @@ from ring_attn_core.model.memory import Training, peak_memory
 from .support.recurrences import DOCUMENTS, LENGTH
 from .support.recurrent_layers import DIM, HEADS, LAYERS, SIZES, like, reference, tokens
 from .support.selection import first
-from .test_recurrence import IDS, relative
+from .test_recurrence import IDS, in_place, relative
 
-PLACES = [("zigzag", True), ("contiguous", True), ("zigzag", False)]
+PLACES = [("zigzag", True), ("balanced", True), ("contiguous", True), ("zigzag", False)]
 """Layouts, and whether the rows are packed documents."""
 EXTENTS = ring_attn_torch.document_extents(IDS)
 HYBRID: dict[str, Any] = {
@@ -40,19 +40,20 @@ def begins(documents: bool) -> torch.Tensor:
     return EXTENTS[..., 0].long() if documents else torch.zeros_like(IDS)
 
 
-def shard_of(x: torch.Tensor, layout: str, ranks: int, rank: int) -> torch.Tensor:
+def shard_of(x: torch.Tensor, layout: Any, ranks: int, rank: int) -> torch.Tensor:
     return ring_attn_torch.to_layout(x, layout, ranks).chunk(ranks, 1)[rank]
 
 
 def layer_on_rank(group: Any, name: str, layout: str, documents: bool) -> dict[str, float]:
     """Return the relative errors of this rank's output and gradients; those of weights are summed over the ranks."""
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-    shard = lambda x: shard_of(x, layout, ranks, rank)
-    layer = getattr(ring_attn_torch, name)(DIM, HEADS, **SIZES[name], layout=layout, group=group, param_dtype="float64")
+    where, made, of_batch = in_place(layout, ranks)
+    shard = lambda x: shard_of(x, where, ranks, rank)
+    layer = getattr(ring_attn_torch, name)(DIM, HEADS, **SIZES[name], layout=made, group=group, param_dtype="float64")
     weights = like({key: x.shape for key, x in ring_attn_torch.to_numpy(layer).items()})
     ring_attn_torch.from_numpy(layer, weights)
     x = shard(tokens(1)).requires_grad_()
-    out = layer(x, length=LENGTH, extents=shard(EXTENTS) if documents else None)
+    out = layer(x, length=LENGTH, extents=shard(EXTENTS) if documents else None, **of_batch)
     out = out * shard(torch.ones(2, LENGTH, 1))  # padding gives a bias
     (out * shard(tokens(2))).sum().backward()
     if ranks > 1:
@@ -65,7 +66,7 @@ def layer_on_rank(group: Any, name: str, layout: str, documents: bool) -> dict[s
     return errors
 
 
-@pytest.mark.parametrize("ranks", first([3, 1, 2]))
+@pytest.mark.parametrize("ranks", first([3, 1, 2, 4, 8]))
 @pytest.mark.parametrize(("layout", "documents"), first(PLACES, 2))
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_recurrent_layer_of_pytorch_is_one_device(gloo, name, layout, documents, ranks):
@@ -74,7 +75,7 @@ def test_a_recurrent_layer_of_pytorch_is_one_device(gloo, name, layout, document
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", first([3, 1, 2]))
+@pytest.mark.parametrize("ranks", first([3, 1, 2, 4, 8]))
 @pytest.mark.parametrize(("layout", "documents"), first(PLACES))
 @pytest.mark.parametrize(
     ("name", "inside"),
@@ -88,15 +89,15 @@ def test_a_recurrent_layer_of_jax_is_one_device(name, inside, layout, documents,
     from .jax.ring import QUICK, mesh_of
 
     with jax.enable_x64(True):
-        mesh, rngs = mesh_of(ranks), nnx.Rngs(0)
-        arguments = SIZES[name] | ({} if inside else {"mesh": mesh}) | {"layout": layout, "param_dtype": "float64"}
-        layer = getattr(ring_attn_jax, name)(DIM, HEADS, **arguments, rngs=rngs)
+        (where, made, of_batch), mesh = in_place(layout, ranks), mesh_of(ranks)
+        arguments = SIZES[name] | ({} if inside else {"mesh": mesh}) | {"layout": made, "param_dtype": "float64"}
+        layer = getattr(ring_attn_jax, name)(DIM, HEADS, **arguments, rngs=nnx.Rngs(0))
         weights = like({key: x.shape for key, x in ring_attn_jax.to_numpy(layer).items()})
         ring_attn_jax.from_numpy(layer, weights)
-        whole = lambda x: ring_attn_jax.to_layout(jax.numpy.asarray(x.numpy()), layout, ranks)
+        whole = lambda x: ring_attn_jax.to_layout(jax.numpy.asarray(x.numpy()), where, ranks)
         graph, state = nnx.split(layer)
         over, extents = jax.P(None, "seq"), [whole(EXTENTS)] if documents else []
-        call = lambda state, x, *extents: nnx.merge(graph, state)(x, LENGTH, extents=extents[0] if extents else None)
+        call = lambda state, x, *extents: nnx.merge(graph, state)(x, LENGTH, extents=extents[0] if extents else None, **of_batch)
         if inside:
             call = jax.shard_map(call, mesh=mesh, in_specs=(jax.P(), over, *[over] * len(extents)), out_specs=over)
 
@@ -106,7 +107,7 @@ def test_a_recurrent_layer_of_jax_is_one_device(name, inside, layout, documents,
 
         out, dstate, dx = jax.jit(results, compiler_options=QUICK)(state, whole(tokens(1)), whole(tokens(2)))
         found = ring_attn_jax.to_numpy(nnx.merge(graph, dstate)) | {
-            key: np.asarray(ring_attn_jax.from_layout(y, layout, ranks, LENGTH)) for key, y in (("out", out), ("x", dx))
+            key: np.asarray(ring_attn_jax.from_layout(y, where, ranks, LENGTH)) for key, y in (("out", out), ("x", dx))
         }
         expected = reference(name, weights, begins(documents))
         assert found.keys() == expected.keys()
@@ -283,8 +284,7 @@ def test_mixers_that_do_not_fit_are_refused(options, words):
 
 
 def test_mixers_that_are_all_attention_are_a_model_without_mixers():
-    make = lambda **changed: TransformerConfig(**HYBRID | changed)
-    assert make(mixers=["attention"] * 4) == make(mixers=None)
+    assert TransformerConfig(**HYBRID | {"mixers": ["attention"] * 4}) == TransformerConfig(**HYBRID | {"mixers": None})
 
 
 @pytest.mark.parametrize(

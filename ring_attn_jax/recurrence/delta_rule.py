@@ -4,9 +4,9 @@
     S_t = S_t + beta_t k_t (v_t - k_t' S_t)'
     out_t = scale q_t' S_t
 
-A run is computed once, from the state 0, together with the effect of a state: K columns of 0 are appended to the values, and
-start from the state I. The result is ``out + effect @ state`` with the state that earlier runs leave. Inside a chunk of tokens
-the rule is a triangular system (the WY form); chunks follow each other, and segments of chunks are recomputed in the backward.
+A run is computed once, from the state 0, together with the effect of a state, if any run needs one: K columns of 0 are appended
+to the values, and start from the state I. The result is ``out + effect @ state`` with the state that earlier runs leave. Inside a
+chunk of tokens the rule is a triangular system (the WY form); segments of chunks are recomputed in the backward.
 """
 
 from __future__ import annotations
@@ -75,24 +75,27 @@ def gated_delta_rule(
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     q, k = (jnp.repeat(x, v.shape[2] // q.shape[2], 2) for x in (q, k))
     runs = [shard.to_runs(x) for x in (q, k, v32, g, beta)]
-    shape = runs[0].shape[:2]
-    out, ends = _run(*(x.reshape(-1, *x.shape[2:]) for x in (*runs, shard.documents(q.shape[0]))))
+    shape, effect = runs[0].shape[:2], q.shape[-1] if shard.order.slots else 0
+    out, ends = _run(effect, *(x.reshape(-1, *x.shape[2:]) for x in (*runs, shard.documents(q.shape[0]))))
     out, ends = out.reshape(*shape, *out.shape[1:]), ends.reshape(*shape, *ends.shape[1:])
+    if not effect:
+        return shard.join(out).astype(v.dtype)
     a, b = ends[..., v.shape[-1] :], ends[..., : v.shape[-1]]
     states = shard.begin_fresh(fold_runs(shard.forget(a), b, shard.order, axis_name, True))
     carried = jnp.einsum("brthk,brhkv->brthv", out[..., v.shape[-1] :], states, precision=EXACT)
     return shard.join(out[..., : v.shape[-1]] + carried).astype(v.dtype)
 
 
-def _run(q: Any, k: Any, v: Any, g: Any, beta: Any, documents: Any) -> tuple[jax.Array, jax.Array]:
-    """Return of runs [runs, n, ...] [out | effect] [runs, n, heads, V + K] and [bias | transition] [runs, heads, K, V + K]."""
+def _run(effect: int, q: Any, k: Any, v: Any, g: Any, beta: Any, documents: Any) -> tuple[jax.Array, jax.Array]:
+    """Return of runs [runs, n, ...] [out | effect] [runs, n, heads, V + K] and [bias | transition] [runs, heads, K, V + K]. If
+    ``effect`` is 0 instead of K, the second parts are left out."""
     (runs, n, heads, size), chunk = k.shape, CHUNK[g.ndim]
     g = g[..., None] if g.ndim == 3 else g
     segment = min(chunk * SEGMENT, -(-n // chunk) * chunk)
     pad = lambda x, **mode: jnp.pad(x, [(0, 0), (0, -n % segment), *[(0, 0)] * (x.ndim - 2)], **mode)
     cut = lambda x: jnp.moveaxis(x.reshape(runs, -1, segment, *x.shape[2:]), 1, 0)
-    arrays = [cut(pad(x)) for x in (q, k, jnp.pad(v, [(0, 0)] * 3 + [(0, size)]), g, beta[..., None])]
-    state = jnp.concatenate([jnp.zeros((size, v.shape[-1]), v.dtype), jnp.eye(size, dtype=v.dtype)], -1)
+    arrays = [cut(pad(x)) for x in (q, k, jnp.pad(v, [(0, 0)] * 3 + [(0, effect)]), g, beta[..., None])]
+    state = jnp.eye(size, v.shape[-1] + effect, k=v.shape[-1], dtype=v.dtype)  # (0 | I)
     state = jnp.broadcast_to(state, (runs, heads, *state.shape)) + 0 * k[:, :1, :, :, None].mean(1)  # varying as k is
     step = jax.checkpoint(partial(_segment, chunk=chunk))
     carried = state, documents[:, :1]

@@ -80,6 +80,8 @@ def _structured(shard: RunShard, shape: Any, runs: list[jax.Array], A: jax.Array
     B, C = (jnp.repeat(each, x.shape[2] // each.shape[2], 2) for each in (B, C))
     state = 0 * x[:, 0, :, :, None] * B[:, 0, :, None]
     state, out = _over_chunks(_structured_chunk, state, documents, x * dt[..., None], dt * A, B, C)
+    if not shard.order.slots:
+        return out
     c = jnp.cumsum(dt * A, 1)
     effect = C * _exp(c, (documents == documents[:, :1])[..., None])[..., None]
     apart = lambda y: y.reshape(*shape, *y.shape[1:])
@@ -106,6 +108,8 @@ def _selective(shard: RunShard, shape: Any, runs: list[jax.Array], A: jax.Array)
     apart = lambda y: y.reshape(*shape, 1, *y.shape[1:])
     zeros = 0 * x[:, 0, :, None] * A
     scan = lambda state: _over_chunks(partial(_scan_chunk, A=A), state, documents, x, dt, B, C)
+    if not shard.order.slots:
+        return scan(zeros)[1]
     decay = jnp.exp(dt.sum(1)[..., None] * A)
     states = fold_runs(shard.forget(apart(decay)), apart(scan(zeros)[0]), shard.order, shard.axis_name, False)
     return scan(shard.begin_fresh(states).reshape(zeros.shape))[1]

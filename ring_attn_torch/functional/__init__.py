@@ -1,4 +1,4 @@
-"""Attention functions with the names and signatures of torch and flash-attn, computed over a ring.
+"""Functions with the names and signatures of torch, flash-attn, FLA and mamba_ssm, computed over a ring.
 
 Each attention function takes the arguments and array shapes of the function that it replaces, then the arguments of the ring:
 ``group``, ``layout``, ``length`` and ``kv_length``, and ``dropout_seed`` if it has dropout. On a ring the arrays are this rank's
@@ -7,11 +7,30 @@ ValueError that says what to use instead. ``alibi`` and ``softcap`` make score_m
 
 A mask must be the same for all heads; batch rows may differ. Apart from unused keys (padding), which no query sees, it must be a
 band (causal or a sliding window), or restrict each query to an interval of keys, each key to an interval of queries, or both.
-Masks of documents, prefixes and prefix trees have this form.
+Masks of documents, prefixes and prefix trees have this form. Recurrences have documents alone (``recurrences.py``).
 """
 
 from .flash import flash_attn_func, flash_attn_varlen_func
 from .flex import alibi, flex_attention, softcap
+from .recurrences import (
+    causal_conv1d_fn,
+    chunk_gated_delta_rule,
+    chunk_kda,
+    mamba_chunk_scan_combined,
+    selective_scan_fn,
+)
 from .scaled_dot_product import scaled_dot_product_attention
 
-__all__ = ["alibi", "flash_attn_func", "flash_attn_varlen_func", "flex_attention", "scaled_dot_product_attention", "softcap"]
+__all__ = [
+    "alibi",
+    "causal_conv1d_fn",
+    "chunk_gated_delta_rule",
+    "chunk_kda",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flex_attention",
+    "mamba_chunk_scan_combined",
+    "scaled_dot_product_attention",
+    "selective_scan_fn",
+    "softcap",
+]

@@ -4,25 +4,26 @@
     S_t = S_t + beta_t k_t (v_t - k_t' S_t)'
     out_t = scale q_t' S_t
 
-A run is computed once, from the state 0, together with the effect of a state: K columns of 0 are appended to the values, and
-start from the state I. The result is ``out + effect @ state`` with the state that earlier runs leave. Inside a chunk of tokens
-the rule is a triangular system (the WY form); chunks follow each other, and segments of chunks are recomputed in the backward.
+A run is computed once, from the state 0, together with the effect of a state, if any run needs one: K columns of 0 are appended
+to the values, and start from the state I. The result is ``out + effect @ state`` with the state that earlier runs leave. Inside a
+chunk of tokens the rule is a triangular system (the WY form); segments of chunks are recomputed in the backward.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from ring_attn_core.problem.recurrence import check_delta_rule
 
-from ..call.autograd import no_autocast
-from ..ring.carry import fold_runs, ieee_products
+from ..ring.carry import fold_runs
 from ..ring.halo import wide
+from .exact import exactly
+from .fla import check_fla, first_state, run_of_fla
 from .runs import Layout, Ring, RunShard, Where, tied
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ def gated_delta_rule(
         beta: ``[batch, s, v_heads]``, how much of a value is written.
         scale: multiplies q; None: ``K ** -0.5``.
         normalize: divide q and k by ``sqrt(sum x^2 + 1e-6)`` first.
-        backend: "auto" or "blockwise", plain PyTorch in at least float32.
+        backend: "auto" or "blockwise", plain PyTorch in at least float32; "fla", the kernels of flash-linear-attention in v's
+            dtype, for each run on a GPU.
         group, layout, length, extents: as in :func:`halo`. Padding gives 0.
 
     Returns ``[batch, s, v_heads, V]`` in v's dtype. Each rank sends a state and a matrix K x K for each head and run, whatever
@@ -66,56 +68,64 @@ def gated_delta_rule(
     """
     arrays = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     shapes = {name: tuple(x.shape) for name, x in arrays.items()}
-    check = lambda _: check_delta_rule(shapes, backend)
+
+    def check(_: object) -> None:
+        if backend == "fla":
+            check_fla(v, g, extents is not None)
+        check_delta_rule(shapes, "auto" if backend == "fla" else backend)
+
     how = (*shapes.items(), scale, normalize, backend)
     shard = RunShard.of("gated_delta_rule", q, Where(group, layout, length, extents), check, how)
-    with no_autocast(q.device.type):
-        q, k, v32, g, beta = shard.zero_padding(*map(wide, arrays.values()))
-        if normalize:
-            q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
-        q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
-        q, k = (x.repeat_interleave(v.shape[2] // q.shape[2], 2) for x in (q, k))
-        found = []
-        for base, n, _ in shard.runs:
-            found.append(_run([x[:, base : base + n] for x in (q, k, v32, g, beta)], shard.documents_of(base, n, q.shape[0])))
-        ends = torch.stack([end for _, end in found], 1)
-        a, b = ends[..., v.shape[-1] :], ends[..., : v.shape[-1]]
+    q, k, v32, g, beta = shard.zero_padding(*map(wide, arrays.values()))
+    if normalize:
+        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    q, k = (x.repeat_interleave(v.shape[2] // q.shape[2], 2) for x in (q, k))
+    outs, ends = [], []
+    for base, n, _ in shard.runs:
+        run = partial(run_of_fla, v.dtype) if backend == "fla" and n else _run
+        parts = [x[:, base : base + n] for x in (q, k, v32, g, beta)]
+        out, end = run(parts, shard.documents_of(base, n, q.shape[0]), bool(shard.order.slots))
+        outs.append(out)
+        ends.append(end)
+    if shard.order.slots:
+        b, a = torch.stack(ends, 1).split([v.shape[-1], q.shape[-1]], -1)
         states = shard.begin_fresh(fold_runs(shard.forget(a), b, shard.order, shard.ring, True))
-        parts = []
-        for i, (out, _) in enumerate(found):
-            with ieee_products():
-                carried = torch.einsum("bthk,bhkv->bthv", out[..., v.shape[-1] :], states[:, i])
-            parts.append(out[..., : v.shape[-1]] + carried)
-        return shard.join(parts).to(v.dtype)
+        outs = [exactly(_from_state, out, states[:, i]) for i, out in enumerate(outs)]
+    return shard.join(outs).to(v.dtype)
 
 
-def _run(arrays: list[Tensor], documents: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return a run's [out | effect] [batch, n, heads, V + K] and [bias | transition] [batch, heads, K, V + K]."""
+def _from_state(out: Tensor, state: Tensor) -> Tensor:
+    out, effect = out.split([state.shape[-1], state.shape[-2]], -1)
+    return out + torch.einsum("bthk,bhkv->bthv", effect, state)
+
+
+def _run(arrays: list[Tensor], documents: Tensor | None, effect: bool) -> tuple[Tensor, Tensor]:
+    """Return a run's [out | effect] [batch, n, heads, V + K] and [bias | transition] [batch, heads, K, V + K]. Without ``effect``
+    they are out and bias alone."""
     q, k, v, g, beta = arrays
     batch, n, heads, size = k.shape
     chunk = CHUNK[g.ndim]
     g = g[..., None] if g.ndim == 3 else g
     documents = torch.zeros(batch, n, dtype=torch.int32, device=q.device) if documents is None else documents
-    state = torch.cat(
-        [v.new_zeros(*v.shape[:1], heads, size, v.shape[-1]), torch.eye(size).to(v).expand(batch, heads, -1, -1)], -1
-    )
-    state = tied(state, k, v, g, beta)
+    columns = v.shape[-1] + size * effect
+    state = tied(first_state(v, size, columns), k, v, g, beta)
     prior, outs = documents[:, :1], []
     for begin in range(0, n, chunk * SEGMENT):
         part = slice(begin, begin + chunk * SEGMENT)
         inputs = [x[:, part] for x in (q, k, v, g, beta, documents)]
-        out, state = checkpoint(_segment, inputs, prior, state, chunk, use_reentrant=False)  # type: ignore[misc]
+        out, state = exactly(partial(_segment, chunk), *inputs, prior, state)
         prior = documents[:, part][:, -1:]
         outs.append(out)
-    return (torch.cat(outs, 1) if outs else tied(v.new_zeros(batch, 0, heads, v.shape[-1] + size), q)), state
+    return (torch.cat(outs, 1) if outs else tied(v.new_zeros(batch, 0, heads, columns), q)), state
 
 
-def _segment(inputs: list[Tensor], prior: Tensor, state: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+def _segment(chunk: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the outputs of a segment of chunks, and the state after it. ``prior``: the document that ``state`` belongs to."""
-    (q, k, v, g, beta, documents), n = inputs, inputs[0].shape[1]
+    (q, k, v, g, beta, documents, prior, state), n = inputs, inputs[0].shape[1]
     cut = lambda x: F.pad(x, (*[0, 0] * (x.ndim - 2), 0, -n % chunk)).unflatten(1, (-1, chunk)).transpose(2, 3).transpose(1, 2)
     q, k, v, g, beta = (
-        cut(x) for x in (q, k, F.pad(v, (0, k.shape[-1])), g, beta[..., None])
+        cut(x) for x in (q, k, F.pad(v, (0, state.shape[-1] - v.shape[-1])), g, beta[..., None])
     )  # [batch, heads, chunks, chunk, ...]
     last = documents[:, -1:].expand(-1, -n % chunk)
     own = torch.cat([documents, last], 1).unflatten(1, (-1, chunk))[:, None]
@@ -125,19 +135,16 @@ def _segment(inputs: list[Tensor], prior: Tensor, state: Tensor, chunk: int) -> 
     reads, stays = (own == prior[..., None])[..., None], (own == own[..., -1:])[..., None]
     from_start = torch.where(reads, c, -torch.inf).exp()
     to_end = torch.where(stays, c[..., -1:, :] - c, -torch.inf).exp()
-    with ieee_products():
-        system = torch.eye(chunk).to(q) + _pairs(k * beta, k, c, same).tril(-1)
-        right = torch.cat([v * beta, k * beta * from_start], -1)
-        new, old = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
-            [v.shape[-1], k.shape[-1]], -1
-        )
-        within = _pairs(q, k, c, same)
-        outs = []
-        for i in range(q.shape[2]):
-            written = new[:, :, i] - old[:, :, i] @ state
-            outs.append((q * from_start)[:, :, i] @ state + within[:, :, i] @ written)
-            kept = torch.where((own[:, :, i, -1] == prior[:, :, i])[..., None, None], c[:, :, i, -1, :, None].exp(), 0)
-            state = state * kept + (k * to_end)[:, :, i].mT @ written
+    system = torch.eye(chunk, dtype=q.dtype, device=q.device) + _pairs(k * beta, k, c, same).tril(-1)
+    right = torch.cat([v * beta, k * beta * from_start], -1)
+    new, old = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split([v.shape[-1], k.shape[-1]], -1)
+    within = _pairs(q, k, c, same)
+    outs = []
+    for i in range(q.shape[2]):
+        written = new[:, :, i] - old[:, :, i] @ state
+        outs.append((q * from_start)[:, :, i] @ state + within[:, :, i] @ written)
+        kept = torch.where((own[:, :, i, -1] == prior[:, :, i])[..., None, None], c[:, :, i, -1, :, None].exp(), 0)
+        state = state * kept + (k * to_end)[:, :, i].mT @ written
     return torch.cat(outs, 2).transpose(1, 2)[:, :n], state
 
 

@@ -215,8 +215,7 @@ def _documents(
     begins = None if extents is None else extents[..., 0].to(device)
     if tokens is None or (extents is None and sum(n for _, n, _ in runs) == tokens):
         return begins, None
-    real = torch.zeros(1, tokens, dtype=torch.bool)
+    real = torch.zeros(1, tokens, dtype=torch.bool, device=device)
     for base, n, _ in runs:
-        real[:, base : base + n] = True
-    real = real.to(device)
+        real[:, base : base + n].fill_(True)
     return begins, real if extents is None else real & (extents[..., 1] > extents[..., 0]).to(device)

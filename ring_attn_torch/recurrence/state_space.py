@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from ring_attn_core.problem.recurrence import check_state_space
 
-from ..call.autograd import no_autocast
-from ..ring.carry import fold_runs, ieee_products
+from ..ring.carry import fold_runs
 from ..ring.halo import wide
+from .exact import exactly
 from .runs import Layout, Ring, RunShard, Where, tied
 
 if TYPE_CHECKING:
@@ -62,14 +61,13 @@ def state_space(
     shapes = {name: None if each is None else tuple(each.shape) for name, each in arrays.items()}
     check = lambda _: check_state_space(shapes, backend)
     shard = RunShard.of("state_space", x, Where(group, layout, length, extents), check, (*shapes.items(), backend))
-    with no_autocast(x.device.type):
-        u, dt, B, C = shard.zero_padding(*map(wide, (x, dt, B, C)))
-        A, rule = wide(A), _selective if A.ndim == 2 else _structured
-        runs = [(slice(base, base + n), shard.documents_of(base, n, x.shape[0])) for base, n, _ in shard.runs]
-        out = rule(shard, [(u[:, part], dt[:, part], B[:, part], C[:, part], documents) for part, documents in runs], A)
-        if D is not None:
-            out = out + wide(D).view(-1, *[1] * (x.ndim - 3)) * u
-        return out.to(x.dtype)
+    u, dt, B, C = shard.zero_padding(*map(wide, (x, dt, B, C)))
+    A, rule = wide(A), _selective if A.ndim == 2 else _structured
+    runs = [(slice(base, base + n), shard.documents_of(base, n, x.shape[0])) for base, n, _ in shard.runs]
+    out = rule(shard, [(u[:, part], dt[:, part], B[:, part], C[:, part], documents) for part, documents in runs], A)
+    if D is not None:
+        out = out + wide(D).view(-1, *[1] * (x.ndim - 3)) * u
+    return out.to(x.dtype)
 
 
 Run = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
@@ -86,38 +84,46 @@ def _structured(shard: RunShard, runs: list[Run], A: Tensor) -> Tensor:
         for begin in range(0, x.shape[1], CHUNK):
             part = slice(begin, begin + CHUNK)
             inputs = [each[:, part] for each in (x * dt[..., None], dt * A, B, C, documents)]
-            out, state = checkpoint(_structured_chunk, inputs, prior, state, use_reentrant=False)  # type: ignore[misc]
+            out, state = exactly(_structured_chunk, *inputs, prior, state)
             prior = documents[:, part][:, -1:]
             parts.append(out)
         outs.append(torch.cat(parts, 1) if parts else x)
+        if not shard.order.slots:
+            continue
         c = (dt * A).cumsum(1)
         ends.append(state)
         decays.append((dt * A).sum(1).exp()[..., None, None])
         effects.append(C * torch.where((documents == documents[:, :1])[..., None], c, -torch.inf).exp()[..., None])
-    a, b = torch.stack(decays, 1), torch.stack(ends, 1)
-    states = shard.begin_fresh(fold_runs(shard.forget(a), b, shard.order, shard.ring, False))
-    with ieee_products():
-        carried = [torch.einsum("bthn,bhpn->bthp", effect, states[:, i]) for i, effect in enumerate(effects)]
-    return shard.join([out + each for out, each in zip(outs, carried, strict=True)])
+    if shard.order.slots:
+        a, b = torch.stack(decays, 1), torch.stack(ends, 1)
+        states = shard.begin_fresh(fold_runs(shard.forget(a), b, shard.order, shard.ring, False))
+        outs = [exactly(_from_state, out, effects[i], states[:, i]) for i, out in enumerate(outs)]
+    return shard.join(outs)
 
 
-def _structured_chunk(inputs: list[Tensor], prior: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _from_state(out: Tensor, effect: Tensor, state: Tensor) -> Tensor:
+    return out + torch.einsum("bthn,bhpn->bthp", effect, state)
+
+
+def _structured_chunk(*inputs: Tensor) -> tuple[Tensor, Tensor]:
     x, log_decay, B, C = (each.transpose(1, 2) for each in inputs[:4])  # [batch, heads, tokens, ...]
-    c, own = log_decay.cumsum(-1), inputs[4][:, None]
+    c, own, prior, state = log_decay.cumsum(-1), inputs[4][:, None], *inputs[5:]
     same = (own[..., :, None] == own[..., None, :]).tril()
     reads, stays = own == prior[..., None], own == own[..., -1:]
-    with ieee_products():
-        out = ((C @ B.mT) * torch.where(same, c[..., :, None] - c[..., None, :], -torch.inf).exp()) @ x
-        out = out + (C * torch.where(reads, c, -torch.inf).exp()[..., None]) @ state.mT
-        kept = torch.where(own[..., -1:] == prior[..., None], c[..., -1:], -torch.inf).exp()[..., None]
-        state = state * kept + (x * torch.where(stays, c[..., -1:] - c, -torch.inf).exp()[..., None]).mT @ B
+    out = ((C @ B.mT) * torch.where(same, c[..., :, None] - c[..., None, :], -torch.inf).exp()) @ x
+    out = out + (C * torch.where(reads, c, -torch.inf).exp()[..., None]) @ state.mT
+    kept = torch.where(own[..., -1:] == prior[..., None], c[..., -1:], -torch.inf).exp()[..., None]
+    state = state * kept + (x * torch.where(stays, c[..., -1:] - c, -torch.inf).exp()[..., None]).mT @ B
     return out.transpose(1, 2), state
 
 
 def _selective(shard: RunShard, runs: list[Run], A: Tensor) -> Tensor:
     """Mamba-1."""
     zeros = runs[0][0].new_zeros(runs[0][0].shape[0], *A.shape)
-    ends = torch.stack([_scan(run, A, tied(zeros, *run[:3]))[1] for run in runs], 1)
+    found = [_scan(run, A, tied(zeros, *run[:3])) for run in runs]
+    if not shard.order.slots:
+        return shard.join([out for out, _ in found])
+    ends = torch.stack([end for _, end in found], 1)
     decays = torch.stack([(dt.sum(1)[..., None] * A).exp() for _, dt, *_ in runs], 1)
     states = fold_runs(shard.forget(decays)[:, :, None], ends[:, :, None], shard.order, shard.ring, False).squeeze(2)
     states = shard.begin_fresh(states)
@@ -132,7 +138,7 @@ def _scan(run: Run, A: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     outs = []
     for begin in range(0, x.shape[1], CHUNK):
         part = slice(begin, begin + CHUNK)
-        out, state = checkpoint(_scan_chunk, *(each[:, part] for each in (x, dt, B, C, new)), A, state, use_reentrant=False)  # type: ignore[misc]
+        out, state = exactly(_scan_chunk, *(each[:, part] for each in (x, dt, B, C, new)), A, state)
         outs.append(out)
     return (torch.cat(outs, 1) if outs else tied(x + state.sum(-1)[:, None], C)), state
 
@@ -147,8 +153,7 @@ def _scan_chunk(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, new: Tensor, A: Ten
         a, b = a * a_before, a * b_before + b
         span *= 2
     states = a * state[:, None] + b
-    with ieee_products():
-        return torch.einsum("btdn,btn->btd", states, C), states[:, -1]
+    return torch.einsum("btdn,btn->btd", states, C), states[:, -1]
 
 
 def _one_document(x: Tensor) -> Tensor:

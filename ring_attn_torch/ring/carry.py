@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class _Fold(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, b: Tensor, order: RunOrder, name: str, matrix: bool) -> Tensor:
         ring, runs = group_of(name), b.shape[1]
         rank, split = rank_in(ring), splits_heads(order.ranks, b.shape[2])
-        sent = torch.tensor(order.sent[rank], dtype=torch.long, device=b.device)
+        sent = _sent(order, rank, b.device)
         maps = take(torch.cat([a.flatten(3), b.flatten(3)], -1), sent)
         ga, gb = _spread(maps, ring, split).split([a.shape[3:].numel(), b.shape[3:].numel()], -1)
         ga, gb = ga.unflatten(-1, a.shape[3:]), gb.unflatten(-1, b.shape[3:])
@@ -47,15 +48,17 @@ class _Fold(torch.autograd.Function):
             if slot is not None:
                 before[r, :, slot] = state
                 state = _times(ga[r, :, slot], state, matrix) + gb[r, :, slot]
-        ctx.save_for_backward(ga, before, sent)
+        ctx.save_for_backward(ga, before)
         ctx.kept = order, name, matrix, split, a.shape, b.shape
         return _collect(states, ring, split, b.shape[2])
 
     @staticmethod
     def backward(ctx: Any, dstates: Tensor) -> tuple[Tensor | None, ...]:
-        ga, before, sent = ctx.saved_tensors
+        ga, before = ctx.saved_tensors
         order, name, matrix, split, a_shape, b_shape = ctx.kept
         ring = group_of(name)
+        rank = rank_in(ring)
+        sent, own = _sent(order, rank, dstates.device), len(order.senders[rank])
         spread = _spread(dstates.flatten(3), ring, split).unflatten(-1, b_shape[3:])
         db, dstate = torch.zeros_like(before), torch.zeros_like(spread[0, :, 0])
         for r, i, slot in reversed([*_events(order)]):
@@ -63,14 +66,18 @@ class _Fold(torch.autograd.Function):
                 db[r, :, slot] = dstate
                 dstate = _times(ga[r, :, slot].mT if matrix else ga[r, :, slot], dstate, matrix)
             dstate = dstate + spread[r, :, i]
-        with ieee_products():
+        with exact_products(db):
             da = db @ before.mT if matrix else (db * before).sum_to_size(ga.shape)
         maps = _collect(torch.cat([da.flatten(4), db.flatten(4)], -1), ring, split, b_shape[2])
-        dmaps = maps.new_zeros(*b_shape[:2], *maps.shape[2:])
-        kept = sent >= 0
-        dmaps[:, sent[kept]] = maps[:, kept]
+        dmaps = maps.new_zeros(*b_shape[:2], *maps.shape[2:]).index_copy_(1, sent[:own], maps[:, :own])
         da, db = dmaps.split([a_shape[3:].numel(), b_shape[3:].numel()], -1)
         return da.reshape(a_shape), db.reshape(b_shape), None, None, None
+
+
+@lru_cache(maxsize=64)
+def _sent(order: RunOrder, rank: int, device: torch.device) -> Tensor:
+    """Return the runs whose maps a rank sends, padded by -1, kept on the device: a copy from the host would wait for the GPU."""
+    return torch.tensor(order.sent[rank], dtype=torch.long, device=device)
 
 
 def _events(order: RunOrder) -> Iterator[tuple[int, int, int | None]]:
@@ -81,17 +88,18 @@ def _events(order: RunOrder) -> Iterator[tuple[int, int, int | None]]:
 
 
 def _times(a: Tensor, state: Tensor, matrix: bool) -> Tensor:
-    with ieee_products():
+    with exact_products(state):
         return a @ state if matrix else a * state
 
 
 @contextmanager
-def ieee_products() -> Iterator[None]:
-    """Multiply float32 matrices in float32 on any GPU: a fold of 16 maps in tf32 is wrong by 8e-4."""
+def exact_products(x: Tensor) -> Iterator[None]:
+    """Multiply matrices on x's device in their own dtype, without tf32 and autocast. In tf32 16 maps are wrong by 8e-4."""
     matmul: Any = torch.backends.cuda.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
     try:
-        yield
+        with torch.autocast(x.device.type, enabled=False):
+            yield
     finally:
         matmul.fp32_precision = before
 

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from ring_attn_core.masks import causal
 from ring_attn_core.model.mixers import check_mixers_order
 
+from ..functional.recurrences import step_sizes
 from ..recurrence.convolution import causal_conv
 from ..recurrence.delta_rule import gated_delta_rule
 from ..recurrence.state_space import state_space
@@ -179,21 +180,16 @@ def _delta_rule(
 
 def _structured(where: Any, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *_: Any, **more: Any) -> Tensor:
     """Compute ``mamba2_chunk_scan``."""
-    dt = _step_sizes(dt, more.get("dt_bias"), more.get("dt_softplus", False)).clamp(*more.get("dt_limit", (0.0, float("inf"))))
+    dt = step_sizes(dt, more.get("dt_bias"), more.get("dt_softplus", False)).clamp(*more.get("dt_limit", (0.0, float("inf"))))
     return state_space(wide(hidden_states), dt, A, B, C, D=more.get("D"), **where)  # the norm after it reads float32
 
 
 def _selective(where: Any, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **more: Any) -> Tensor:
     """Compute ``mamba_selective_scan``: tokens are the last dim of all arrays but A."""
     x, dt, B, C = (each.transpose(1, 2) for each in (hidden_states, dt, B, C))
-    dt = _step_sizes(dt, more.get("delta_bias"), more.get("delta_softplus", False))
+    dt = step_sizes(dt, more.get("delta_bias"), more.get("delta_softplus", False))
     out = state_space(x, dt, A, B, C, D=more.get("D"), **where).transpose(1, 2)
     return out if more.get("z") is None else out * F.silu(more["z"])
-
-
-def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
-    dt = wide(dt) if bias is None else wide(dt) + wide(bias)
-    return F.softplus(dt) if softplus else dt
 
 
 def _nothing(*_: object, **__: object) -> None:

@@ -1,0 +1,156 @@
+"""Recurrences on a ring compute in full precision, also under autocast, and never wait for a GPU."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ring_attn_torch
+from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF
+from ring_attn_torch.recurrence import delta_rule, fla
+
+from .support.recurrences import DOCUMENTS, LENGTH, SEQUENTIAL, call, make
+from .support.selection import first
+from .test_recurrence import IDS, on_devices, on_rank, problem_of_jax, relative
+
+
+def shards_of(group: Any, rule: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, Any]]:
+    """Return a rank's arrays and cotangent, and the other arguments of a call on packed documents in zigzag."""
+    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    problem, shard = make(rule, True), lambda x: ring_attn_torch.to_layout(x, "zigzag", ranks).chunk(ranks, 1)[rank]
+    arrays = [shard(x) if i < problem.sharded else x for i, x in enumerate(problem.rounded(dtype))]
+    where = {"group": group, "length": LENGTH, "extents": shard(ring_attn_torch.document_extents(IDS))}
+    return arrays, shard(problem.cotangent(problem.shape)).to(dtype), where
+
+
+def computed(group: Any, rule: str, dtype: str) -> list[Any]:
+    """Return a rank's result and gradients in float64, computed in ``dtype``."""
+    arrays, cotangent, where = shards_of(group, rule, getattr(torch, dtype))
+    leaves = [x.clone().requires_grad_() for x in arrays]
+    out = call(ring_attn_torch, rule, leaves, **where)
+    return [x.detach().double().numpy() for x in (out, *torch.autograd.grad((out * cotangent).sum(), leaves))]
+
+
+def whole(problem: Any, of_ranks: list[list[Any]]) -> list[Any]:
+    """Join the shards of all ranks' results, and add the gradients of whole arrays."""
+    ranks = len(of_ranks)
+    join = lambda parts: ring_attn_torch.from_layout(torch.from_numpy(np.concatenate(parts, 1)), "zigzag", ranks, LENGTH).numpy()
+    columns = enumerate(zip(*of_ranks, strict=True))
+    return [join(parts) if i <= problem.sharded else sum(parts) for i, parts in columns]
+
+
+@pytest.mark.parametrize("ranks", first([3, 2]))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rule", SEQUENTIAL)
+def test_a_ring_is_at_most_twice_as_wrong_as_one_device(gloo, rule, dtype, ranks):
+    problem = make(rule, True)
+    exact = problem.reference(getattr(torch, dtype))
+    alone, ring = (whole(problem, results) for results in (gloo(1, computed, rule, dtype), gloo(ranks, computed, rule, dtype)))
+    for own, found, expected in zip(alone, ring, exact, strict=True):
+        assert relative(found, expected) <= 2 * relative(own, expected) + 2 * UNIT_ROUNDOFF[dtype]
+
+
+@pytest.mark.parametrize("rule", SEQUENTIAL)
+def test_autocast_changes_no_bit_of_forward_and_backward(gloo, rule):
+    assert all(gloo(2, under_autocast, rule))
+
+
+def under_autocast(group: Any, rule: str) -> bool:
+    arrays, cotangent, where = shards_of(group, rule, torch.float32)
+    results = []
+    for on in (False, True):
+        leaves = [x.clone().requires_grad_() for x in arrays]
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            out = call(ring_attn_torch, rule, leaves, **where)
+            results.append([out, *torch.autograd.grad((out * cotangent).sum(), leaves)])
+    return all(torch.equal(plain, under_autocast) for plain, under_autocast in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("rule", SEQUENTIAL)
+def test_a_later_call_reads_nothing_of_the_host_and_of_the_device(gloo, rule):
+    for waits in gloo(2, waited, rule):
+        assert waits == []
+
+
+def waited(group: Any, rule: str) -> list[str]:
+    """Return the ops of a second call, forward and backward, for which a GPU would stop: host data, sizes that depend on data."""
+    arrays, _, where = shards_of(group, rule, torch.float32)
+    seen: list[str] = []
+
+    class Waits(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if op.overloadpacket in (torch.ops.aten.lift_fresh, torch.ops.aten.nonzero, torch.ops.aten._local_scalar_dense):
+                seen.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+    for mode in (nullcontext(), Waits()):
+        with mode:
+            call(ring_attn_torch, rule, [x.clone().requires_grad_() for x in arrays], **where).square().sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize(("rule", "documents"), [("gdn", True), ("kda", False)])
+def test_a_ring_of_kernels_that_compute_a_run_is_one_device(gloo, rule, documents):
+    for errors in gloo(3, by_kernels, rule, documents):
+        assert max(errors) < 1e-13
+
+
+def by_kernels(group: Any, rule: str, documents: bool) -> list[float]:
+    """Return the errors of a rank with ``token_by_token`` in place of the kernels of flash-linear-attention."""
+    by_fla = lambda package, _, arrays, **where: package.gated_delta_rule(*arrays, backend="fla", **where)
+    with (
+        patch.object(delta_rule, "check_fla", lambda *_: None),
+        patch.object(fla, "kernel", lambda dims: token_by_token),
+    ):
+        return on_rank(group, rule, "zigzag", documents, DOCUMENTS, by_fla)
+
+
+def token_by_token(q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, initial_state: Any, output_final_state: bool) -> Any:
+    """Compute what ``fla.ops.gated_delta_rule.chunk_gated_delta_rule`` does."""
+    state, out = initial_state, []
+    for t in range(q.shape[1]):
+        decay = g[:, t].exp()
+        state = state * (decay[..., None] if decay.ndim == 3 else decay[..., None, None])
+        written = (v[:, t] - (state * k[:, t, ..., None]).sum(-2)) * beta[:, t, :, None]
+        state = state + k[:, t, ..., None] * written[..., None, :]
+        out.append(scale * (state * q[:, t, ..., None]).sum(-2))
+    return torch.stack(out, 1), state if output_final_state else None
+
+
+@pytest.mark.parametrize("rule", ["gdn", "kda", "mamba2", "mamba1"])
+def test_each_product_of_jax_is_in_full_precision(rule):
+    jax = pytest.importorskip("jax")
+    _, results, given = problem_of_jax(2, rule, "zigzag", True, DOCUMENTS, "bfloat16")
+    inside = [jax.make_jaxpr(results)(*given).jaxpr]
+    precisions = []
+    while inside:
+        for step in inside.pop().eqns:
+            inside += [getattr(x, "jaxpr", x) for x in jax.tree.leaves(step.params, is_leaf=is_jaxpr) if is_jaxpr(x)]
+            if step.primitive.name == "dot_general":
+                precisions.append((str(step.params["precision"]), str(step.invars[0].aval.dtype)))
+    assert len(precisions) > 3
+    assert {dtype for _, dtype in precisions} == {"float32"}
+    assert all("HIGHEST" in precision for precision, _ in precisions)
+
+
+def is_jaxpr(x: Any) -> bool:
+    return hasattr(getattr(x, "jaxpr", x), "eqns")
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rule", SEQUENTIAL)
+def test_a_ring_of_jax_is_at_most_twice_as_wrong_as_one_device(rule, dtype):
+    pytest.importorskip("jax")
+    alone, ring = (on_devices(ranks, rule, "zigzag", True, dtype=dtype) for ranks in (1, 3))
+    assert all(found <= 2 * own + 2 * UNIT_ROUNDOFF[dtype] for own, found in zip(alone, ring, strict=True))

@@ -1,0 +1,87 @@
+"""Recurrences under the names of FLA, mamba_ssm and causal_conv1d compute the rules over a ring, and refuse what they lack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch.nn import functional as F
+
+from ring_attn_torch import functional, state_space
+
+from ..support.recurrences import DOCUMENTS, SEQUENTIAL, ids_of, make
+from ..test_recurrence import on_rank, relative
+from .test_transformers_refusals import message_of
+
+ROW = DOCUMENTS[:1]
+
+
+def under_known_names(_: Any, rule: str, arrays: Any, extents: Any, **where: Any) -> torch.Tensor:
+    """Compute a rule of one row with its documents by cu_seqlens or seq_idx."""
+    ends = torch.tensor([0, *ROW[0]]).cumsum(0)
+    if rule in ("gdn", "kda"):
+        function = functional.chunk_gated_delta_rule if rule == "gdn" else functional.chunk_kda
+        return function(*arrays, cu_seqlens=ends, **where)[0]
+    if rule == "convolution":
+        x, weight, bias = arrays
+        return functional.causal_conv1d_fn(x.mT, weight, bias, ids_of(ROW), activation="silu", **where).mT
+    x, dt, B, C, A, D = arrays
+    if rule == "mamba2":
+        return functional.mamba_chunk_scan_combined(x, dt, A, B, C, 64, D, cu_seqlens=ends, **where)
+    return functional.selective_scan_fn(x.mT, dt.mT, A, B.mT, C.mT, D, **where).mT
+
+
+def test_known_names_compute_the_rules_over_a_ring(gloo):
+    for of_rules in gloo(2, errors):
+        assert max(of_rules.values()) < 1e-13, of_rules
+
+
+def errors(group: Any) -> dict[str, float]:
+    """Return the largest relative error of each rule's result and gradients; selective_scan_fn knows no documents."""
+    return {rule: max(on_rank(group, rule, "zigzag", rule != "mamba1", ROW, under_known_names)) for rule in SEQUENTIAL}
+
+
+def test_steps_and_gates_are_those_of_mamba():
+    x, dt, B, C, A, D = make("mamba2", False).arrays
+    z, bias = torch.randn(x.shape, dtype=x.dtype), torch.randn(4, dtype=x.dtype)
+    given = {"dt_bias": bias, "dt_softplus": True, "dt_limit": (0.3, 1.5), "z": z}
+    found = functional.mamba_chunk_scan_combined(x, dt, A, B, C, 8, D, **given)
+    steps = F.softplus(dt + bias).clamp(0.3, 1.5)
+    expected = state_space(x, steps, A, B, C, D=D, layout="contiguous") * F.silu(z)
+    assert relative(found, expected.numpy()) < 1e-15
+    x, dt, B, C, A, D = make("mamba1", False).arrays
+    z, bias = torch.randn(x.shape, dtype=x.dtype), torch.randn(4, dtype=x.dtype)
+    found = functional.selective_scan_fn(x.mT, dt.mT, A, B.mT, C.mT, D, z.mT, bias, True)
+    expected = state_space(x, F.softplus(dt + bias), A, B, C, D=D, layout="contiguous") * F.silu(z)
+    assert relative(found.mT, expected.numpy()) < 1e-15
+
+
+REFUSED = [
+    ("causal_conv1d_fn", "convolution", {"return_final_states": True}),
+    ("chunk_gated_delta_rule", "gdn", {"initial_state": torch.zeros(1)}),
+    ("chunk_kda", "kda", {"use_gate_in_kernel": True}),
+    ("mamba_chunk_scan_combined", "mamba2", {"return_final_states": True}),
+    ("selective_scan_fn", "mamba1", {"return_last_state": True}),
+]
+
+
+def test_what_a_ring_lacks_is_refused_by_name_on_every_rank(gloo):
+    for messages in gloo(2, refusals):
+        for (function, _, given), message in zip(REFUSED, messages, strict=True):
+            assert f"functional.{function} got {next(iter(given))}, which it does not have over a ring" in message
+
+
+def refusals(group: Any) -> list[str]:
+    tried = lambda function, rule, given: getattr(functional, function)(*make(rule, False).arrays[:5], **given, group=group)
+    return [message_of(lambda each=each: tried(*each)) for each in REFUSED]
+
+
+def test_cu_seqlens_that_end_beyond_the_row_are_refused():
+    q, k, v, g, beta = make("gdn", False).arrays
+    with pytest.raises(ValueError, match="cu_seqlens ends at 90, beyond length=83"):
+        functional.chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=torch.tensor([0, 90]))
+    assert functional.chunk_gated_delta_rule(q, k, v, g, beta, initial_state=None, output_final_state=False)[1] is None
