@@ -50,8 +50,8 @@ def test_the_quick_demo_keeps_every_bound_and_writes_its_three_files(tmp_path: P
     done = ring_attn("demo", "--quick", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All 43 bounds are kept" in done.stdout
-    for picture in ("losses.png", "plan.png"):
-        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    for picture, start in (("losses.png", b"\x89PNG"), ("plan.svg", b"<svg")):
+        assert (tmp_path / picture).read_bytes().startswith(start)
     written = json.loads((tmp_path / "demo.json").read_text())
     assert written["passed"] is True and written["missed"] == []
     assert len(written["checks"]) == 43 and all(check["value"] <= check["bound"] for check in written["checks"])
@@ -75,7 +75,7 @@ def test_a_mistake_is_answered_in_one_line(arguments: tuple[str, ...], words: st
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["losses.png", "plan.png", "demo.json"])
+@pytest.mark.parametrize("name", ["losses.png", "plan.svg", "demo.json"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

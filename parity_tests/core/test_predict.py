@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from ring_attn_cli.main import app
 from ring_attn_cli.plan.cost import memory, seconds
 from ring_attn_cli.plan.gpus import H200
-from ring_attn_cli.plan.predict import PredictOptions, load_of, problem_of, tokens
+from ring_attn_cli.plan.options import tokens
+from ring_attn_cli.plan.predict import PredictOptions, load_of, problem_of
 from ring_attn_core.problem.traffic import traffic
 
 QUESTION = PredictOptions("zigzag", "causal", 64, 2**20, "H200", "32/8", 128, 8)

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..compare.export import describe
-from ..plan import image, words
+from ..plan import terminal, words
 from .results import Check, Results, find_difference, find_missed, loss_bound
 from .settings import MODEL, DemoSettings
 
@@ -24,7 +24,7 @@ STYLES: dict[str, dict[str, Any]] = {
 """Line styles in losses.png, by framework, chosen so that both lines stay visible where they coincide."""
 
 ROUNDING = 2.0**-24
-FILES = "losses.png", "plan.png", "demo.json"
+FILES = "losses.png", "plan.svg", "demo.json"
 
 
 def open_report(settings: DemoSettings, left_out: list[str]) -> Group:
@@ -58,9 +58,9 @@ def conclude(checks: list[Check], seconds: float) -> Group:
 
 
 def write(out: Path, settings: DemoSettings, results: Results, seconds: float) -> None:
-    """Write losses.png, plan.png and demo.json into the folder ``out``."""
+    """Write losses.png, plan.svg and demo.json into the folder ``out``."""
     plot_losses(results.losses, out / FILES[0], words.title(settings.plan))
-    image.save(settings.plan, out / FILES[1])
+    terminal.save(terminal.draw(settings.plan), out / FILES[1], 80)
     checks = results.checks
     document = {
         "passed": not find_missed(checks),

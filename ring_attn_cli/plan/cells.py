@@ -22,17 +22,9 @@ _COLOURS = ("#4C78A8", "#F58518", "#54A24B", "#E45756", "#B279A2", "#EECA3B", "#
 def colour(rank: int) -> str:
     """Return the colour of a rank, ``#rrggbb``, the same in every picture: eight colours, then eight paler ones, repeated."""
     base = _COLOURS[rank % 8]
-    return base if rank // 8 % 2 == 0 else mix(base, 5)
-
-
-def mix(tint: str, parts: int) -> str:
-    """Return ten parts of ``tint`` and white, ``parts`` of them of ``tint``."""
-    return "#" + "".join(f"{255 + (channel - 255) * parts // 10:02X}" for channel in channels(tint))
-
-
-def channels(tint: str) -> list[int]:
-    """Return red, green and blue of ``#rrggbb``."""
-    return [int(tint[i : i + 2], 16) for i in (1, 3, 5)]
+    if rank // 8 % 2 == 0:
+        return base
+    return "#" + "".join(f"{(255 + int(base[i : i + 2], 16)) // 2:02X}" for i in (1, 3, 5))
 
 
 @dataclass(frozen=True)

@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from io import StringIO
+from pathlib import Path
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
+from rich.text import Text
 
 from ring_attn_core import layouts
 from ring_attn_core.plan.ring import RingPlan
 
+from ..output_files import check_writable
 from .cells import STEPS, Axis, colour, computed, self_attention
 from .words import holds, short, title, travel_in_words
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-    from rich.text import Text
-
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 def draw(plan: RingPlan, width: int = 80) -> RenderableType:
     """Return a rich renderable that draws ``plan`` in ``width`` columns. The fewer columns, the more tokens a cell holds."""
-    from rich.console import Group
-    from rich.text import Text
-
     balance = f"balance {plan.balance:.3f} (most work of a rank over the mean; 1 is perfect)"
     lines = [Text(title(plan), style="bold"), Text(travel_in_words(plan)), Text(balance), Text(), *_strips(plan, width), Text()]
     legend = Text("pairs that each rank computes, at each step and in all; share: of the mean", style="dim")
     return Group(*lines, *_matrices(plan, width), _table(plan, width), legend)
+
+
+def check_picture(path: Path) -> None:
+    """Raise ValueError if the suffix of ``path`` is not .svg, or if the file cannot be written."""
+    if path.suffix.lower() != ".svg":
+        raise ValueError(f"a plan is drawn as .svg, no longer as .png, got {path.name!r}: end the file name in .svg")
+    check_writable(path)
+
+
+def save(drawing: RenderableType, path: Path, width: int) -> None:
+    """Write a drawing of ``width`` columns as SVG."""
+    console = Console(record=True, width=width, file=StringIO(), force_terminal=True, color_system="truecolor", highlight=False)
+    console.print(drawing)
+    console.save_svg(str(path), title="ring-attn plan", theme=DEFAULT_TERMINAL_THEME)
 
 
 def rank_cell(rank: int) -> tuple[str, str]:
@@ -36,8 +49,6 @@ def rank_cell(rank: int) -> tuple[str, str]:
 
 def _strips(plan: RingPlan, width: int) -> list[Text]:
     """Draw the tokens as a line of cells that show their ranks. For cross-attention draw a line of queries and a line of keys."""
-    from rich.text import Text
-
     lines = []
     for name, keys in (("tokens ", False),) if self_attention(plan) else (("queries ", False), ("keys    ", True)):
         axis = Axis.of(plan, max(width - 24, width // 2), keys=keys)  # 24 columns for the name and the cell size
@@ -52,9 +63,6 @@ def _strips(plan: RingPlan, width: int) -> list[Text]:
 def _matrices(plan: RingPlan, width: int) -> list[Table | Text]:
     """Draw a matrix of queries (down) by keys (across) for each of the first ``STEPS`` ring steps, and a legend.
     A row has four matrices: fewer if one would have less than 10 columns, more if each keeps at least 32."""
-    from rich.table import Table
-    from rich.text import Text
-
     chunks = plan.ranks * layouts.slots(plan.layout)
     across = max(min(4, (width + 2) // 12), (width + 2) // 34, 1)
     side = (width + 2) // across - 2
@@ -82,10 +90,6 @@ def _matrices(plan: RingPlan, width: int) -> list[Table | Text]:
 
 def _table(plan: RingPlan, width: int) -> Table:
     """Return a table with a row per rank: positions, pairs in all steps and, if ``width`` allows, pairs in the first steps."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column("rank", no_wrap=True)
     sides = [plan.q_runs] if self_attention(plan) else [plan.q_runs, plan.k_runs]
@@ -107,4 +111,21 @@ def _table(plan: RingPlan, width: int) -> Table:
         table.add_row(
             Text(f" {rank} ", rank_cell(rank)[1]), *(holds(runs[rank]) for runs in sides), *steps[rank], short(work[rank]), share
         )
+    return table
+
+
+def compare_layouts(plans: list[RingPlan]) -> Table:
+    """Return the table of ``--all-layouts``, with a row for each plan."""
+    table = Table(title=title(plans[0]).partition(", ")[2], title_justify="left", title_style="bold")
+    table.add_column("layout")
+    for name in ("steps", "hops", "way home", "balance", "pairs", "most of a rank"):
+        table.add_column(name, justify="right")
+    for each in plans:
+        work = [each.work(rank) for rank in range(each.ranks)]
+        travel = (f"{len(each.shifts)}", f"{len(each.hops)}", f"{each.home}")
+        table.add_row(str(each.layout), *travel, f"{each.balance:.3f}", short(sum(work)), short(max(work)))
+    table.caption = (
+        "hops: transfers of k/v; way home: by how many ranks the gradients travel last; balance: most work over mean"
+    )
+    table.caption_justify = "left"
     return table
