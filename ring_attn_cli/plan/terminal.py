@@ -124,8 +124,6 @@ def compare_layouts(plans: list[RingPlan]) -> Table:
         work = [each.work(rank) for rank in range(each.ranks)]
         travel = (f"{len(each.shifts)}", f"{len(each.hops)}", f"{each.home}")
         table.add_row(str(each.layout), *travel, f"{each.balance:.3f}", short(sum(work)), short(max(work)))
-    table.caption = (
-        "hops: transfers of k/v; way home: by how many ranks the gradients travel last; balance: most work over mean"
-    )
+    table.caption = "hops: transfers of k/v; way home: by how many ranks the gradients travel last; balance: most work over mean"
     table.caption_justify = "left"
     return table

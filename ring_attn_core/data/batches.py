@@ -1,12 +1,13 @@
-"""The batches that a rank reads from a folder, as numpy arrays. numpy is imported on first use."""
+"""The batches that a rank reads from a folder, as numpy arrays."""
 
 from __future__ import annotations
 
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from ..lazy_numpy import np
 from ..plan.balanced_layout import BalancedLayout
 from . import row_files, token_arrays
 from .cache import tokenise
@@ -16,9 +17,6 @@ from .index import ShardSpan, batches_of, reads, state_of
 from .packing import DocumentSpan
 from .reader import Reader
 from .settings import COLUMN, DatasetSettings
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 def documents_of(settings: DatasetSettings) -> TokenizedDocuments:
@@ -105,8 +103,6 @@ class Batches:
 
     def arrays(self, number: int) -> BatchArrays:
         """Return the arrays of batch ``number``."""
-        import numpy as np
-
         of, rows = self.settings, self.index.batch(number)
         dealt = of.deal([span.count for span in spans] for spans in rows)
         runs = of.runs(dealt)

@@ -1,13 +1,11 @@
-"""Checks of the arguments of ``document_extents`` and ``prefix_extents``, on NumPy arrays (numpy is imported on first use)."""
+"""Checks of the arguments of ``document_extents`` and ``prefix_extents``, on NumPy arrays."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..layouts import check_length
-
-if TYPE_CHECKING:
-    import numpy as np
+from ..lazy_numpy import np
 
 
 def check_one_form(ids: Any, cu_seqlens: Any, length: Any) -> None:
@@ -29,8 +27,6 @@ def check_ids(ids: np.ndarray | None, where: str) -> None:
     """Check the document ids [batch, length], unless they are None. ``where``: the function's name in the framework."""
     if ids is None:
         return
-    import numpy as np
-
     highest = np.maximum.accumulate(ids, 1)
     decreasing, torn = find_disorder(ids, highest)
     for row, i in np.argwhere(decreasing | torn)[:1]:
@@ -68,6 +64,4 @@ def check_prefix(prefix: np.ndarray | None, length: int) -> None:
 
 
 def _short(values: np.ndarray) -> str:
-    import numpy as np
-
     return np.array2string(values, threshold=8, separator=", ")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, count
 from typing import Any
 
+from ..lazy_numpy import np
 from ..plan.batches import ComputeCost, best_fit, deal, pairs_of
 from .index import Index
 from .packing import DocumentSpan, shuffled
@@ -75,8 +76,6 @@ class GlobalBatches(Index):
         return known[1]  # not of the dict, in which another thread may have stored another one
 
     def _deal(self, group: int) -> tuple[list[int], list[int]]:
-        import numpy as np
-
         epoch = next(epoch for epoch in count() if group < self._begin(epoch + 1))
         order, ends = self._order(epoch)
         at = group - self._begin(epoch)

@@ -5,7 +5,7 @@ more, the label of the part's last token. An id takes the bytes of its array's d
 striped layout the tokens of all ranks alternate, so the rank reads them all, once for ids and once for labels; ``bytes_read``
 counts the ids and labels of its shard only. At the first read of a file of the cache, and if a file's ``stat`` has changed (see
 ``Reader``), the reader also reads at most 16 blocks of 4,096 bytes (``sample`` of files.py). Their digest shows if the content
-has changed. numpy is imported on first use.
+has changed.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..files import Identity, identity, open_file, read_at, sample
+from ..lazy_numpy import np
 from .documents import Document, identity_now, vanished
 from .index import ShardSpan
 from .settings import LARGEST
-
-if TYPE_CHECKING:
-    import numpy as np
 
 MOST_OPEN = 64
 """The most files that a reader keeps open."""
@@ -87,8 +85,6 @@ class Reader:
     def _tokens(self, document: int, first: int, count: int, stride: int) -> np.ndarray:
         """Return as int64 the ids of ``count`` tokens ``first``, ``first + stride`` and so on of a document.
         If ``Document.marked``, a token without a label gives its id's bitwise complement, a negative number."""
-        import numpy as np
-
         of = self.documents[document]
         dtype = np.dtype(of.dtype)
         tokens = np.frombuffer(self._bytes(of, first, (count - 1) * stride + 1 if count else 0), dtype)[::stride]
