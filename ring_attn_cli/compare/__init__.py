@@ -60,7 +60,6 @@ def find_leaks(
 
 
 def check_files(json: str | Path | None, png: str | Path | None) -> None:
-    """Raise ValueError if ``json`` or ``png`` cannot be written, or if ``png`` ends neither in .png nor in .svg."""
     from ..output_files import check_writable
     from . import picture
 

@@ -17,7 +17,6 @@ LEAST = 1e-3
 
 
 def check(path: Path) -> None:
-    """Raise ValueError if the suffix is not .png or .svg."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise ValueError(f"a comparison is drawn as .png or .svg, got {path.name!r}: end the file name in one of these two")
 

@@ -40,7 +40,6 @@ def check_used(context: typer.Context, kind: str) -> None:
 
 
 def check_drawable(ranks: int) -> None:
-    """Raise ValueError if a plan of ``ranks`` ranks is too large to draw."""
     if ranks > MOST_RANKS:
         raise ValueError(f"a plan of {ranks} ranks is too large to draw, for it has a line for each: pass at most {MOST_RANKS}")
 

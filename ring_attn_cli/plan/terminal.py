@@ -30,7 +30,6 @@ def draw(plan: RingPlan, width: int = 80) -> RenderableType:
 
 
 def check_picture(path: Path) -> None:
-    """Raise ValueError if the suffix of ``path`` is not .svg, or if the file cannot be written."""
     if path.suffix.lower() != ".svg":
         raise ValueError(f"a plan is drawn as .svg, no longer as .png, got {path.name!r}: end the file name in .svg")
     check_writable(path)

@@ -70,7 +70,6 @@ def check_vocab(data: int | None, model: int) -> None:
 
 
 def _check_init_from(config: Config) -> None:
-    """Raise ValueError if ``init_from`` is not a folder of weights, or if ``lora`` does not fit its model."""
     if config.init_from is None:
         return
     if not Path(config.init_from, "config.json").is_file():

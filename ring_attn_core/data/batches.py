@@ -41,7 +41,6 @@ def documents_of(settings: DatasetSettings) -> TokenizedDocuments:
 
 
 def _check_rows(files: Sequence[File], settings: DatasetSettings) -> None:
-    """Raise ValueError if the folder mixes texts and files of rows, or has only texts but ``column`` or ``chat`` is set."""
     rows, texts = ([file.name for file in files if row_files.is_row_file(file) == of] for of in (True, False))
     if rows and texts:
         raise ValueError(

@@ -89,7 +89,6 @@ def _hidden(parts: Iterable[str]) -> bool:
 
 
 def _check_cache(folder: Path, settings: DatasetSettings) -> None:
-    """Raise ValueError if the cache lies in the data folder and is not hidden: its files would be read as documents."""
     if settings.cache is None:
         return
     cache, data = Path(settings.cache).resolve(), folder.resolve()

@@ -9,7 +9,6 @@ from ..lazy_numpy import np
 
 
 def check_one_form(ids: Any, cu_seqlens: Any, length: Any) -> None:
-    """Check that either ``ids`` or ``cu_seqlens`` was passed, and ``length`` only with the latter."""
     if (ids is None) == (cu_seqlens is None):
         raise ValueError(f"document_extents takes either ids or cu_seqlens, got {'neither' if ids is None else 'both'}")
     if ids is not None and length is not None:
@@ -58,7 +57,6 @@ def length_of(ends: np.ndarray | None, count: int, length: int | None, unknown: 
 
 
 def check_prefix(prefix: np.ndarray | None, length: int) -> None:
-    """Check that prefixes, unless None, are 0 to ``length`` tokens."""
     if prefix is not None and ((prefix < 0) | (prefix > length)).any():
         raise ValueError(f"prefix must be 0 to length={length} tokens, got {_short(prefix)}")
 

@@ -74,7 +74,6 @@ def mark_mismatches(extents: Any, tokens: Any, of_tree: bool) -> Any:
 
 
 def check_extents_match_layout(extents: Any, tokens: Any, of_tree: bool) -> None:
-    """Raise ValueError if :func:`mark_mismatches` is True for a token."""
     wrong = mark_mismatches(extents, tokens, of_tree)
     if not wrong.any():
         return

@@ -11,6 +11,5 @@ computes the other activations again. With "offload" it stores the arrays of "re
 
 
 def check_activations(activations: str) -> None:
-    """Raise ValueError if ``activations`` is not one of ACTIVATIONS."""
     if activations not in ACTIVATIONS:
         raise ValueError(f"activations must be one of {', '.join(ACTIVATIONS)}, got {activations!r}")

@@ -136,7 +136,6 @@ def recurrent_layers(mixers: Sequence[str] | None) -> list[int]:
 
 
 def check_mixers_call(mixers: Sequence[str] | None, layout: Any, ranks: int, **masks: object) -> None:
-    """Raise ValueError if a call of a model with recurrent layers passes a mask of keys, or shards in a striped layout."""
     if not recurrent_layers(mixers):
         return
     refuse_striped(layout, ranks)

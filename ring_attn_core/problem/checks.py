@@ -132,7 +132,6 @@ def check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], q_t
 
 
 def check_array(array: OptionalArray, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
-    """Raise ValueError if the shape or dtype of an optional array of ``ring_attention`` does not fit q and k."""
     expected = {
         "extents": ("[batch, tokens of q, 2]", (*q_shape[:2], 2), INTEGERS),
         "key_extents": ("[batch, tokens of k, 2]", (*k_shape[:2], 2), INTEGERS),
@@ -226,7 +225,6 @@ def check_along(x: Any, is_array: bool, expected: str, dim: Any) -> None:
 
 
 def check_number(name: str, x: Any) -> None:
-    """Raise ValueError if ``x`` is neither a number nor a 0-d array."""
     if not isinstance(x, int | float | complex) and getattr(x, "shape", None) != ():
         raise ValueError(f"{name} must be one number, got {in_words(x)}")
 

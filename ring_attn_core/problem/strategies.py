@@ -34,7 +34,6 @@ Strategy = str | Ulysses | TwoLevel
 
 
 def check_strategy(strategy: Any) -> None:
-    """Raise ValueError if the strategy is unknown."""
     if strategy == "pull":
         raise ValueError("strategy='pull' is gone: take strategy='push', which was measured to be as fast or faster")
     if not isinstance(strategy, tuple(RECORDS.values())) and strategy not in STRATEGIES:
@@ -44,7 +43,6 @@ def check_strategy(strategy: Any) -> None:
 
 
 def check_order(order: Any, strategy: Strategy) -> None:
-    """Raise ValueError if the order is unknown, or if the strategy cannot keep it."""
     if not isinstance(order, str) or order not in ORDERS:
         raise ValueError(f'order must be "ring" or "global", got {in_words(order)}')
     if order == "global" and strategy not in ("auto", "gather"):
@@ -93,7 +91,6 @@ def plan_of_steps(strategy: Strategy, plan: RingPlan, heads: int, kv_heads: int,
 
 
 def check_fit(strategy: Strategy, ranks: int, heads: int) -> None:
-    """Raise ValueError if the strategy cannot run with this number of ranks or query heads."""
     if (why := objection(strategy, ranks, heads)) is not None:
         raise ValueError(f'strategy={strategy!r} cannot run this: {why}. strategy="auto" takes one that can')
 
@@ -109,7 +106,6 @@ def objection(strategy: Strategy, ranks: int, heads: int) -> str | None:
 
 
 def check_device(strategy: Strategy, framework: str, device: str) -> None:
-    """Raise ValueError if the strategy does not exist in this framework or on this kind of device."""
     if name_of(strategy) != "push":
         return
     if framework == "jax":
