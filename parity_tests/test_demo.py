@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 np = pytest.importorskip("numpy")
-pytest.importorskip("matplotlib")
 Console = pytest.importorskip("rich.console").Console
 
 pytest.importorskip("typer")
@@ -44,14 +43,12 @@ def ring_attn(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_quick_demo_keeps_every_bound_and_writes_its_three_files(tmp_path: Path):
+def test_the_quick_demo_keeps_every_bound_and_writes_its_file(tmp_path: Path):
     for package in ("torch", "jax", "flax", "optax", "typer"):
         pytest.importorskip(package)
     done = ring_attn("demo", "--quick", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All 43 bounds are kept" in done.stdout
-    for picture, start in (("losses.png", b"\x89PNG"), ("plan.svg", b"<svg")):
-        assert (tmp_path / picture).read_bytes().startswith(start)
     written = json.loads((tmp_path / "demo.json").read_text())
     assert written["passed"] is True and written["missed"] == []
     assert len(written["checks"]) == 43 and all(check["value"] <= check["bound"] for check in written["checks"])
@@ -75,13 +72,10 @@ def test_a_mistake_is_answered_in_one_line(arguments: tuple[str, ...], words: st
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["losses.png", "plan.svg", "demo.json"])
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr("ring_attn_cli.demo.run.compute", lambda *_: pytest.fail("the demo has begun"))
-    (tmp_path / name).mkdir()
-    with pytest.raises(ValueError, match=f"{name} is a folder: name a file in it"):
+    (tmp_path / "demo.json").mkdir()
+    with pytest.raises(ValueError, match=r"demo\.json is a folder: name a file in it"):
         run(DemoSettings.make(True), "both", tmp_path)
 
 

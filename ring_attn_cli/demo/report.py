@@ -1,10 +1,9 @@
-"""The printed report of the demo and the files it writes."""
+"""The printed report of the demo, and the same as JSON."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Group
@@ -13,18 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ..compare.export import describe
-from ..plan import terminal, words
+from ..plan import words
 from .results import Check, Results, find_difference, find_missed, loss_bound
 from .settings import MODEL, DemoSettings
 
-STYLES: dict[str, dict[str, Any]] = {
-    "PyTorch": {"color": "#E45756", "linewidth": 6, "alpha": 0.4},
-    "JAX": {"color": "#4C78A8", "marker": "o", "markersize": 4},
-}
-"""Line styles in losses.png, by framework, chosen so that both lines stay visible where they coincide."""
-
-ROUNDING = 2.0**-24
-FILES = "losses.png", "plan.svg", "demo.json"
+FILE = "demo.json"
 
 
 def open_report(settings: DemoSettings, left_out: list[str]) -> Group:
@@ -58,9 +50,7 @@ def conclude(checks: list[Check], seconds: float) -> Group:
 
 
 def write(out: Path, settings: DemoSettings, results: Results, seconds: float) -> None:
-    """Write losses.png, plan.svg and demo.json into the folder ``out``."""
-    plot_losses(results.losses, out / FILES[0], words.title(settings.plan))
-    terminal.save(terminal.draw(settings.plan), out / FILES[1], 80)
+    """Write demo.json into the folder ``out``."""
     checks = results.checks
     document = {
         "passed": not find_missed(checks),
@@ -72,34 +62,4 @@ def write(out: Path, settings: DemoSettings, results: Results, seconds: float) -
         "model": MODEL,
         "attention": describe(results.comparison),
     }
-    (out / FILES[2]).write_text(json.dumps(document, indent=1) + "\n")
-
-
-def plot_losses(losses: dict[str, list[float]], path: Path, title: str) -> None:
-    """Save a plot of the losses. For two frameworks, a lower panel shows the losses' relative difference and its bound."""
-    from matplotlib.figure import Figure
-
-    both = len(losses) == 2
-    figure = Figure(figsize=(8, 5.6 if both else 4), layout="constrained", facecolor="white")
-    axes = figure.subplots(2 if both else 1, sharex=True, squeeze=False, height_ratios=[3, 2] if both else None)[:, 0]
-    steps = range(1, len(next(iter(losses.values()))) + 1)
-    for name, values in losses.items():
-        axes[0].plot(steps, values, label=name, **STYLES[name])
-    axes[0].set_ylabel("loss (nats a byte)")
-    axes[0].legend(frameon=False)
-    axes[0].set_title(f"Training on Python's standard library\n{title}", loc="left", fontsize=11)
-    if both:
-        apart = [max(find_difference(*values), ROUNDING) for values in zip(*losses.values(), strict=True)]
-        axes[1].semilogy(steps, apart, color="#24292F", marker="o", markersize=4)
-        close = loss_bound(len(apart))
-        axes[1].axhline(close, color="#24292F", linestyle="--", linewidth=1)
-        axes[1].axhspan(ROUNDING / 10, ROUNDING, color="#24292F", alpha=0.06, linewidth=0)
-        for height, said in ((close, "bound"), (ROUNDING, "less than float32 can tell")):
-            axes[1].annotate(said, (1, height), (0, -4), textcoords="offset points", va="top", color="#6E7781")
-        axes[1].set(ylabel="relative difference", ylim=(ROUNDING / 10, close * 5))
-    axes[-1].set_xlabel("step")
-    axes[-1].xaxis.get_major_locator().set_params(integer=True)
-    for panel in axes:
-        panel.grid(alpha=0.2)
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    (out / FILE).write_text(json.dumps(document, indent=1) + "\n")

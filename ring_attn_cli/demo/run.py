@@ -23,16 +23,14 @@ FRAMEWORKS = {"both": ("PyTorch", "JAX"), "torch": ("PyTorch",), "jax": ("JAX",)
 
 
 def run(settings: DemoSettings, framework: str = "both", out: Path = Path("demo-output")) -> int:
-    """Run the demo, print its report, and write losses.png, plan.svg and demo.json into ``out``.
-    Return the status: 1 if a bound is missed or a process fails, 130 on Ctrl-C, else 0. Only a complete run writes files."""
+    """Run the demo, print its report, and write demo.json into ``out``.
+    Return the status: 1 if a bound is missed or a process fails, 130 on Ctrl-C, else 0. Only a complete run writes it."""
     frameworks, left_out = find_frameworks(framework)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{out} cannot be made a folder ({error.strerror}): pass another --out FOLDER") from error
-    files = [out / name for name in report.FILES]
-    for file in files:
-        check_writable(file)
+    check_writable(out / report.FILE)
     console = Console(highlight=False)
     console.print(report.open_report(settings, left_out))
     began = time.perf_counter()
@@ -47,7 +45,7 @@ def run(settings: DemoSettings, framework: str = "both", out: Path = Path("demo-
     seconds = time.perf_counter() - began
     report.write(out, settings, results, seconds)
     console.print(report.draw_losses(results.losses), report.conclude(results.checks, seconds), sep="")
-    console.print(f"Written: {', '.join(map(str, files))}", markup=False)
+    console.print(f"Written: {out / report.FILE}", markup=False)
     return exit_status(results.checks)
 
 
