@@ -7,9 +7,9 @@ from typing import Any
 
 from ring_attn_core.files import read_json
 from ring_attn_core.model.checkpoint_folder import RUN, CheckpointFolder
+from ring_attn_core.model.folder_lock import LOCK
 
 from .config import Config
-from .lock import LOCK
 
 CHECKPOINTS = "checkpoints"
 NAMES = {"torch": "step-{:09}", "jax": "step_{}"}
