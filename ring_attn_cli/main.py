@@ -274,7 +274,6 @@ def open_closed_streams() -> None:
 
 
 def main() -> None:
-    """Run the command ``ring-attn``."""
     open_closed_streams()
     app(prog_name="ring-attn")
 

@@ -70,7 +70,6 @@ def _encode(x: Any) -> Any:
 
 
 def _command() -> str:
-    """Return the command line of this process."""
     program = Path(sys.argv[0]).name
     return shlex.join(["ring-attn" if program in ("main.py", "ring-attn") else program, *sys.argv[1:]])
 

@@ -68,7 +68,6 @@ OF_PROCESS = (
 
 
 def _draw_case(results: list[VariantResult]) -> Table:
-    """Return the table of all results of a case."""
     drawn = Table()
     for name in ("variant", "in", "ranks", "array"):
         drawn.add_column(name, overflow="fold")
@@ -85,7 +84,6 @@ def _draw_case(results: list[VariantResult]) -> Table:
 
 
 def _draw_result(result: VariantResult) -> Table:
-    """Return the table of one result, for a narrow console."""
     milliseconds, memory = _cost(result)
     title = f"{result.label}: {milliseconds} ms, {memory} MiB"
     drawn = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)

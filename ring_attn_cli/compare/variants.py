@@ -52,7 +52,6 @@ class Variant:
     pair: str = ""
 
     def case(self, case: Case) -> Case:
-        """Return ``case`` with this variant's changes."""
         return replace(case, **self.changes) if self.changes else case
 
     def refusal(self, case: Case, framework: str, ranks: int) -> str | None:

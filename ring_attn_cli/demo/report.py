@@ -50,7 +50,6 @@ def conclude(checks: list[Check], seconds: float) -> Group:
 
 
 def write(out: Path, settings: DemoSettings, results: Results, seconds: float) -> None:
-    """Write demo.json into the folder ``out``."""
     checks = results.checks
     document = {
         "passed": not find_missed(checks),

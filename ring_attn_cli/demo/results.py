@@ -57,7 +57,6 @@ def check_attention(results: tuple[VariantResult, ...]) -> list[Check]:
 
 
 def find_difference(a: float, b: float) -> float:
-    """Return the relative difference of two losses, ``|a - b| / |b|``."""
     return abs(a - b) / abs(b)
 
 
@@ -80,10 +79,8 @@ def check_losses(losses: dict[str, list[float]]) -> list[Check]:
 
 
 def find_missed(checks: list[Check]) -> list[Check]:
-    """Return the checks that fail."""
     return [check for check in checks if not check.passed]
 
 
 def exit_status(checks: list[Check]) -> int:
-    """Return 0 if there is at least one check and all of them pass, else 1."""
     return 1 if find_missed(checks) or not checks else 0

@@ -257,7 +257,6 @@ def _layout_table(plans: list[PackedPlan]) -> Table:
 
 
 def _number_table(label: str, names: Sequence[str], padding: tuple[int, int] = (0, 0)) -> Table:
-    """Return an empty table with a column of labels and right-aligned columns of numbers."""
     table = Table(box=box.SIMPLE_HEAD, padding=padding)
     table.add_column(label, no_wrap=True)
     for name in names:

@@ -74,7 +74,6 @@ def answer(prediction: PredictOptions) -> RenderableType:
 
 
 def machine_of(text: str) -> Machine:
-    """Return the machine whose GPUs are named ``text``."""
     found = GPUS.get(text.removeprefix("NVIDIA "))
     if found is None:
         names = ", ".join(GPUS)
@@ -99,7 +98,6 @@ def problem_of(prediction: PredictOptions) -> Problem:
 
 
 def load_of(problem: Problem, host_gpus: int) -> Load:
-    """Return the sizes of the problem for the cost model."""
     return Load(problem.plan, problem.q_shape[2], problem.k_shape[2], problem.k_shape[3], host_gpus)
 
 

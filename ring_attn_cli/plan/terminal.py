@@ -114,7 +114,6 @@ def _table(plan: RingPlan, width: int) -> Table:
 
 
 def compare_layouts(plans: list[RingPlan]) -> Table:
-    """Return the table of ``--all-layouts``, with a row for each plan."""
     table = Table(title=title(plans[0]).partition(", ")[2], title_justify="left", title_style="bold")
     table.add_column("layout")
     for name in ("steps", "hops", "way home", "balance", "pairs", "most of a rank"):

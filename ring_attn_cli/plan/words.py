@@ -9,7 +9,6 @@ from .cells import self_attention
 
 
 def title(plan: RingPlan) -> str:
-    """Return layout, mask, ranks and lengths in one line."""
     tokens = count_in_words(plan.length, "token")
     if not self_attention(plan):
         tokens = f"{count_in_words(plan.length, 'query')}, {count_in_words(plan.kv_length, 'key')}"

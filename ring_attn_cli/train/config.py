@@ -212,7 +212,6 @@ class Config:
         return self.data.accumulate if self.data.batch_tokens is None else self.data.batch_tokens // self.data.length
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the config as nested dicts of JSON's types."""
         return json.loads(json.dumps(asdict(self)))
 
 

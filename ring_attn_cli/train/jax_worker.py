@@ -72,7 +72,6 @@ def split_cpu(config: Config, processes: int | None) -> None:
 
 
 def is_first() -> bool:
-    """Return True in process 0 of the JAX program."""
     return jax.process_index() == 0
 
 

@@ -229,6 +229,5 @@ class TorchTrainer:
         return loss(hidden, labels, head=head, chunk=chunk, reduction="sum", group=self._place.everybody)
 
     def _move(self, shard: Shard) -> Shard:
-        """Move the arrays of a shard to this rank's device."""
         device = self._place.device
         return shard._replace(**{name: x.to(device) for name, x in shard._asdict().items() if isinstance(x, Tensor)})

@@ -101,7 +101,6 @@ class Batches:
             yield arrays
 
     def arrays(self, number: int) -> BatchArrays:
-        """Return the arrays of batch ``number``."""
         of, rows = self.settings, self.index.batch(number)
         dealt = of.deal([span.count for span in spans] for spans in rows)
         runs = of.runs(dealt)
@@ -144,5 +143,4 @@ class Batches:
         return state_of(self.yielded if batches is None else batches, self._digest, self.index, self.settings)
 
     def resume(self, state: object) -> None:
-        """Start every later iteration at the batch where ``state`` was taken."""
         self.start = self.yielded = batches_of(state, self._digest, self.index, self.settings)

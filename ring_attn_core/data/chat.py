@@ -60,7 +60,6 @@ class ChatTemplate:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        """The tokenizer in transformers, which holds the templates."""
         try:
             from transformers import PreTrainedTokenizerFast  # type: ignore[import-not-found]  # optional
         except ModuleNotFoundError as missing:

@@ -145,5 +145,4 @@ def vanished(path: str, error: OSError) -> ValueError:
 
 
 def empty(path: str) -> ValueError:
-    """Return the error to raise when a file has no tokens."""
     return ValueError(f"{path} is empty: a document has at least one token, so delete the file or pass another pattern")

@@ -54,11 +54,9 @@ class GlobalBatches(Index):
         return [tuple(DocumentSpan(each, 0, begin, self._lengths[each]) for each, begin in zip(held, begins, strict=False))]
 
     def group(self, number: int) -> int:
-        """Return the number of the global batch of microbatch ``number``."""
         return number // self._parts
 
     def documents(self, number: int) -> list[int]:
-        """Return the documents of the global batch of microbatch ``number``."""
         return self._dealt(self.group(number))[0]
 
     def _dealt(self, group: int) -> tuple[list[int], list[int]]:

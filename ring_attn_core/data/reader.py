@@ -35,7 +35,6 @@ class _SharedFile:
         weakref.finalize(self, os.close, self._number).atexit = False  # a process that ends closes its files anyway
 
     def fileno(self) -> int:
-        """Return the file descriptor."""
         return self._number
 
 
@@ -144,7 +143,6 @@ def _check_unwritten(document: Document, now: Identity) -> None:
 
 
 def changed(path: str) -> ValueError:
-    """Return the error to raise when the content of a file has changed."""
     return ValueError(
         f"{os.fspath(path)} was written to after the dataset was made: make the dataset anew, or restore file and time"
     )

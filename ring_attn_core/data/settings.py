@@ -128,12 +128,10 @@ class DatasetSettings:
 
     @property
     def marks_labels(self) -> bool:
-        """True if ``chat`` is "assistant": only the assistant's tokens have labels."""
         return self.chat == "assistant"
 
     @property
     def rows(self) -> int:
-        """Number of packed rows in a batch, over all replicas."""
         return self.batch_size * self.replicas
 
     def deal(self, documents: Iterable[Sequence[int]]) -> BalancedLayout | None:

@@ -42,7 +42,6 @@ class Tree(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens of all segments."""
         return sum(self.lengths)
 
     def depths(self) -> list[int]:

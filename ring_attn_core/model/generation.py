@@ -71,12 +71,10 @@ class Generation:
 
     @property
     def lengths(self) -> list[int]:
-        """Return the number of tokens of each prompt."""
         return list(map(len, self.prompts))
 
     @property
     def total(self) -> int:
-        """Return the number of tokens of all prompts together."""
         return sum(self.lengths)
 
     @property

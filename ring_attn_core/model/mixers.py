@@ -131,7 +131,6 @@ def check_mixers(mixers: Any, depth: int, mask: Band, **of_layers: Sequence[Any]
 
 
 def recurrent_layers(mixers: Sequence[str] | None) -> list[int]:
-    """Return the layers of a model that are not attention."""
     return [layer for layer, name in enumerate(mixers or ()) if name != "attention"]
 
 

@@ -73,7 +73,6 @@ class BalancedLayout:
 
     @property
     def most_runs(self) -> int:
-        """Return the largest number of runs that any rank has."""
         return max(map(len, self.runs))
 
     def held(self, rank: int) -> tuple[Run, ...]:

@@ -59,7 +59,6 @@ class NeededPlan(RingPlan):
         return tuple(each for each in self._received[reader] if each.owner == owner)
 
     def tokens(self, owner: int, reader: int) -> int:
-        """Return the number of keys that ``owner`` sends to ``reader``."""
         return sum(each.length for each in self.sent(owner, reader))
 
     @cached_property
@@ -113,12 +112,10 @@ class NeededPlan(RingPlan):
 
     @property
     def exchanges(self) -> bool:
-        """Return whether some rank receives keys."""
         return any(self._received)
 
     @property
     def shifts(self) -> tuple[int, ...]:  # type: ignore[override]  # a cached property of RingPlan
-        """Return (0,): there is one step."""
         return (0,)
 
     @cached_property

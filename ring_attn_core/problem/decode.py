@@ -77,7 +77,6 @@ class Decode:
 
     @property
     def fp8(self) -> bool:
-        """Return whether keys and values are in FP8."""
         return self.dtypes[1] == FP8
 
     def alike(self) -> dict[str, Any]:

@@ -104,7 +104,6 @@ class Options:
 
     @classmethod
     def read(cls, text: str, counts: Sequence[int]) -> Options:
-        """Build the record from its ``text`` and ``counts``."""
         layout, scale, softcap, dropout_rate, strategy, order, backend, deterministic, steps, v_dim = ast.literal_eval(text)
         length, kv_length, lo, hi = (None if count == NO_COUNT else count for count in counts[:4])
         return cls(
@@ -125,5 +124,4 @@ class Options:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the values by name, to compare two records."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -143,7 +143,6 @@ class SummaryPlan:
 
     @property
     def length(self) -> int:
-        """The global number of tokens, without padding."""
         return self.ranks * self.local if self.options.length is None else self.options.length
 
     @property
