@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ring_attn_core import layouts
 from ring_attn_core.data.settings import BALANCED
-from ring_attn_core.model.activations import check_activations
-from ring_attn_core.model.checks import LARGEST
+from ring_attn_core.model.checks import LARGEST, check_activations
 from ring_attn_core.model.lora import LoRA
 from ring_attn_core.problem.strategies import check_strategy
 

@@ -28,11 +28,10 @@ from ring_attn_torch import (
 from ring_attn_torch.training import lora  # noqa: F401  # model.py takes it from the package
 
 from ..processes import Report
-from . import lock
 from .arithmetic import rates
 from .config import Config
 from .data import check_vocab, dataset_arguments
-from .folder import CHECKPOINTS, extract_lora
+from .folder import CHECKPOINTS, extract_lora, hold
 from .loop import Tell, train
 from .model import build_model, save_model
 from .torch_ranks import CPU, device_of, join_launched, member, reported_errors
@@ -66,7 +65,7 @@ def work_under_torchrun(config: Config, tell: Tell) -> None:
                 f"torchrun has started {dist.get_world_size()} processes, and the config has {config.ring.ranks} ranks x "
                 f"{config.ring.replicas} replicas = {ranks}: start {ranks}, or change [ring]"
             )
-        with lock.hold(config, dist.get_rank() == 0, share_text):
+        with hold(config, dist.get_rank() == 0, share_text):
             run(config, tell, device)
     finally:
         dist.destroy_process_group()

@@ -13,8 +13,7 @@ from . import row_files, token_arrays
 from .cache import tokenise
 from .documents import File, TokenizedDocuments, find_files
 from .global_batches import GlobalBatches, index_of
-from .index import ShardSpan, batches_of, reads, state_of
-from .packing import DocumentSpan
+from .index import DocumentSpan, ShardSpan, batches_of, reads, state_of
 from .reader import Reader
 from .settings import COLUMN, DatasetSettings
 

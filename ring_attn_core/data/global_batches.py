@@ -15,8 +15,7 @@ from typing import Any
 
 from ..lazy_numpy import np
 from ..plan.batches import ComputeCost, best_fit, deal, pairs_of
-from .index import Index
-from .packing import DocumentSpan, shuffled
+from .index import DocumentSpan, Index, shuffled
 from .settings import DatasetSettings
 
 

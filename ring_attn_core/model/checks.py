@@ -73,3 +73,16 @@ def head_sizes(dim: int, heads: int, kv_heads: int | None, head_dim: int | None)
     if heads % kv_heads:
         raise ValueError(f"kv_heads={kv_heads} must divide heads={heads}: choose a divisor, 1 for multi-query attention")
     return kv_heads, head_dim
+
+
+ACTIVATIONS = ("keep", "recompute", "offload")
+"""The choices for the activations that a block stores for its backward.
+
+With "keep" a block stores all activations. With "recompute" it stores only its input and attention's (out, lse), and the backward
+computes the other activations again. With "offload" it stores the arrays of "recompute" in host memory.
+"""
+
+
+def check_activations(activations: str) -> None:
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations must be one of {', '.join(ACTIVATIONS)}, got {activations!r}")

@@ -15,8 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .activations import check_activations
-from .checks import LARGEST, check_sizes
+from .checks import LARGEST, check_activations, check_sizes
 from .config import TransformerConfig
 from .mixers import refuse_mixers
 

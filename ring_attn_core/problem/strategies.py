@@ -13,8 +13,7 @@ from typing import Any
 
 from ..plan.balanced_layout import BalancedLayout
 from ..plan.direct import DirectPlan
-from ..plan.global_order import GlobalPlan
-from ..plan.joined import JoinedPlan
+from ..plan.joined import GlobalPlan, JoinedPlan
 from ..plan.needed import NeededPlan
 from ..plan.ring import RingPlan
 from ..plan.two_level import TwoLevel, TwoLevelPlan

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring_attn_core.plan.global_order import GlobalPlan
+from ring_attn_core.plan.joined import GlobalPlan
 
 from ...attend.keys import Keys, along_tokens, clipped, joined, side_by_side
 from ...attend.score import Score
