@@ -81,7 +81,7 @@ def plan(
             metavar="TOKENS",
         ),
     ] = None,
-    kv_length: Annotated[int | None, typer.Option(help="Number of keys, if they are another sequence (cross-attention).")] = None,
+    kv_length: Annotated[int | None, typer.Option(hidden=True)] = None,
     save: Annotated[Path | None, typer.Option(help="Also write the drawing to this file, a .svg.")] = None,
     documents: Annotated[
         str | None,
@@ -97,7 +97,7 @@ def plan(
         str | None,
         typer.Option(help="Plan the microbatches of documents of these lengths: a JSON list, or a file.", show_default="none"),
     ] = None,
-    all_layouts: Annotated[bool, typer.Option("--all-layouts", help="Print a table that compares all layouts.")] = False,
+    all_layouts: Annotated[bool, typer.Option("--all-layouts", hidden=True)] = False,
     model: Annotated[
         str | None,
         typer.Option(help="Compute how many tokens fit into memory with this model: a config.json, or a name such as llama-8b."),
@@ -146,6 +146,12 @@ def plan(
     predict the time of each strategy.
     """
     with errors_in_one_line():
+        if kv_length is not None:
+            raise ValueError(
+                "--kv-length is gone: RingPlan(kv_length=...) plans cross-attention in Python"
+            )
+        if all_layouts:
+            raise ValueError("--all-layouts is gone: pass --documents with the length, which compares all layouts")
         view = Console(width=shutil.get_terminal_size().columns)  # $COLUMNS, else the terminal's width, else 80
         if machine is not None or (gpus is not None and model is None):
             from .plan import predict
@@ -182,16 +188,12 @@ def plan(
             raise ValueError(
                 "the layout balanced follows from documents or a tree: pass --documents or --tree with their lengths"
             )
-        check_used(context, "comparison" if all_layouts else "drawing")
-        length = 8192 if length is None else length
+        check_used(context, "drawing")
         from .plan import terminal
 
-        if all_layouts:
-            view.print(terminal.compare_layouts([make_plan(name, mask, ranks, length, kv_length) for name in layouts.LAYOUTS]))
-            return
         if save is not None:
             terminal.check_picture(save)
-        drawing = terminal.draw(make_plan(layout or "zigzag", mask, ranks, length, kv_length), view.width)
+        drawing = terminal.draw(make_plan(layout or "zigzag", mask, ranks, 8192 if length is None else length), view.width)
         view.print(drawing)
         if save is not None:
             terminal.save(drawing, save, view.width)
@@ -251,13 +253,11 @@ for name, command in (("doctor", doctor), ("compare", compare), ("compile", comp
     app.command(name)(command)
 
 
-def make_plan(layout: str, mask: str, ranks: int, length: int, kv_length: int | None = None) -> RingPlan:
-    """Return the plan of ``length`` queries and ``kv_length`` keys (default: as many), with the least padding of the layout."""
+def make_plan(layout: str, mask: str, ranks: int, length: int) -> RingPlan:
+    """Return the plan of ``length`` tokens with the least padding of the layout."""
     check_drawable(ranks)
-    members = max(ranks, 1)  # RingPlan rejects ranks below 1
-    seq_local = layouts.padded_local(layout, members, length)
-    kv_local = seq_local if kv_length is None else layouts.padded_local(layout, members, kv_length)
-    return RingPlan(layout, masks.parse(mask), ranks, seq_local, kv_local, length, length if kv_length is None else kv_length)
+    seq_local = layouts.padded_local(layout, max(ranks, 1), length)  # RingPlan rejects ranks below 1
+    return RingPlan(layout, masks.parse(mask), ranks, seq_local, length=length)
 
 
 def open_closed_streams() -> None:

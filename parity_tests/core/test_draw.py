@@ -22,9 +22,8 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 each_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 
 
-def make(layout: str, mask: Band, ranks: int, length: int, kv_length: int | None = None) -> RingPlan:
-    keys = length if kv_length is None else kv_length
-    return RingPlan(layout, mask, ranks, padded_local(layout, ranks, length), padded_local(layout, ranks, keys), length, keys)
+def make(layout: str, mask: Band, ranks: int, length: int) -> RingPlan:
+    return RingPlan(layout, mask, ranks, padded_local(layout, ranks, length), length=length)
 
 
 def printed(plan: RingPlan, width: int = 80, drawn_for: int | None = None) -> str:
@@ -34,26 +33,18 @@ def printed(plan: RingPlan, width: int = 80, drawn_for: int | None = None) -> st
 
 
 @pytest.mark.parametrize("most", [100, 12, 5], ids="{}_cells".format)
-@pytest.mark.parametrize("kv_length", [None, 40])
 @each_mask
 @each_layout
-def test_a_cell_is_filled_where_and_only_where_its_rank_computes_a_pair(
-    layout: str, mask: Band, kv_length: int | None, most: int
-):
-    plan = make(layout, mask, 3, 25, kv_length)
-    queries, keys = Axis.of(plan, most, keys=False), Axis.of(plan, most, keys=True)
-    q_owner = {p: rank for rank in range(3) for p in plan.positions(rank)}
-    k_plan = make(layout, mask, 3, plan.kv_length)
-    k_owner = {p: rank for rank in range(3) for p in k_plan.positions(rank)}
+def test_a_cell_is_filled_where_and_only_where_its_rank_computes_a_pair(layout: str, mask: Band, most: int):
+    plan = make(layout, mask, 3, 25)
+    axis = Axis.of(plan, most)
+    owner = {p: rank for rank in range(3) for p in plan.positions(rank)}
+    cell = lambda c: range(c * axis.block, min((c + 1) * axis.block, plan.length))
     for shift in range(3):
-        for a, line in enumerate(computed(plan, queries, keys, shift)):
+        for a, line in enumerate(computed(plan, axis, shift)):
             for b, rank in enumerate(line):
-                busy = {
-                    q_owner[q]
-                    for q in range(a * queries.block, min((a + 1) * queries.block, plan.length))
-                    for k in range(b * keys.block, min((b + 1) * keys.block, plan.kv_length))
-                    if mask.sees(q, k) and (q_owner[q] - k_owner[k]) % 3 == shift
-                }
+                pairs = ((q, k) for q in cell(a) for k in cell(b) if mask.sees(q, k))
+                busy = {owner[q] for q, k in pairs if (owner[q] - owner[k]) % 3 == shift}
                 assert rank in busy if busy else rank is None
 
 
@@ -61,7 +52,7 @@ def test_a_cell_is_filled_where_and_only_where_its_rank_computes_a_pair(
 def test_blocks_cover_the_sequence_and_no_more_than_were_asked_for(layout: str):
     plan = make(layout, causal(), 4, 1000)
     for most in (1, 7, 64, 5000):
-        axis = Axis.of(plan, most, keys=False)
+        axis = Axis.of(plan, most)
         assert len(axis.cells) <= most
         assert sum(run.length for cell in axis.cells for runs in cell.values() for run in runs) == 1000
         for c, cell in enumerate(axis.cells):
@@ -69,7 +60,7 @@ def test_blocks_cover_the_sequence_and_no_more_than_were_asked_for(layout: str):
 
 
 def test_neighbouring_blocks_that_all_ranks_share_show_different_ranks():
-    axis = Axis.of(make("striped", causal(), 4, 4096), 8, keys=False)
+    axis = Axis.of(make("striped", causal(), 4, 4096), 8)
     assert [axis.ranks(cell)[0] for cell in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
@@ -87,12 +78,12 @@ def test_the_terminal_shows_who_computes_what_at_each_step():
     assert "0:4, 12:16" in shown
 
 
-@pytest.mark.parametrize(("length", "kv_length"), [(8191, None), (8191, 3000), (1_000_003, 2_000_003)])
+@pytest.mark.parametrize("length", [8191, 1_000_003])
 @pytest.mark.parametrize("ranks", first([3, 1, 8]))
 @each_mask
 @each_layout
-def test_the_terminal_picture_fits_80_columns(layout: str, mask: Band, ranks: int, length: int, kv_length: int | None):
-    plan = make(layout, mask, ranks, length, kv_length)
+def test_the_terminal_picture_fits_80_columns(layout: str, mask: Band, ranks: int, length: int):
+    plan = make(layout, mask, ranks, length)
     shown, whole = printed(plan), printed(plan, width=400)
     assert max(map(len, shown.splitlines())) <= 80
     assert sorted(shown.replace("─", "").split()) == sorted(whole.replace("─", "").split()), "something is cut off at 80 columns"
@@ -105,8 +96,8 @@ def test_the_terminal_picture_fits_80_columns(layout: str, mask: Band, ranks: in
     "plan",
     [
         make("zigzag", causal(), 8, 8192),
-        make("striped", sliding_window(5, after=1), 3, 8191, 3000),
-        make("contiguous", full(), 16, 1_000_003, 2_000_003),
+        make("striped", sliding_window(5, after=1), 3, 8191),
+        make("contiguous", full(), 16, 1_000_003),
         make("zigzag", causal(), 1, 64),
     ],
     ids=title,
@@ -145,7 +136,7 @@ def test_padding_and_empty_sequences_can_be_drawn(tmp_path: Path):
     for plan in (
         RingPlan("zigzag", causal(), 4, 8, length=3),
         RingPlan("striped", full(), 2, 0),
-        make("contiguous", full(), 2, 5, 0),
+        make("contiguous", full(), 2, 5),
     ):
         assert "balance 1.000" in printed(plan) or plan.balance != 1
         save(draw(plan), tmp_path / "plan.svg", 80)

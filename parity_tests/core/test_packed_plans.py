@@ -53,7 +53,7 @@ def test_documents_are_drawn_with_their_work_and_traffic_beside_the_other_layout
         (["--documents", sys.executable], "--documents takes a file of numbers in UTF-8"),
         (["--documents", "4,0"], "--documents takes lengths of at least 1 token such as 4096,512,1024, got '4,0'"),
         (["--documents", "4", "--layout", "spiral"], "unknown layout 'spiral'"),
-        (["--documents", "4", "--length", "8", "--all-layouts"], "leave out --length, --all-layouts"),
+        (["--documents", "4", "--length", "8", "--save", "a.svg"], "leave out --length, --save"),
         (["--documents", "4", "--ranks", "4097"], "a plan of 4097 ranks is too large to draw"),
         (["--layout", "balanced"], "the layout balanced follows from documents or a tree: pass --documents or --tree with"),
     ],

@@ -18,8 +18,7 @@ KINDS = {
     "documents": ("--documents gives the length and compares all layouts", "documents layout mask ranks"),
     "tree": ("--tree gives the length and compares all layouts", "tree layout ranks"),
     "batches": ("--batches gives the length and has one layout", "batches ranks tokens"),
-    "comparison": ("--all-layouts compares the layouts of one length in a table", "all_layouts mask ranks length kv_length"),
-    "drawing": ("a drawn plan has no sizes of a model (pass --model or --gpus)", "layout mask ranks length kv_length save"),
+    "drawing": ("a drawn plan has no sizes of a model (pass --model or --gpus)", "layout mask ranks length save"),
 }
 """For each kind of answer, the reason why it takes no other options, and the names of the options that it takes."""
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.runs import Band
 
-from .cells import self_attention
-
 
 def title(plan: RingPlan) -> str:
-    tokens = count_in_words(plan.length, "token")
-    if not self_attention(plan):
-        tokens = f"{count_in_words(plan.length, 'query')}, {count_in_words(plan.kv_length, 'key')}"
-    return f"{plan.layout} layout, {mask_in_words(plan.mask)}, {count_in_words(plan.ranks, 'rank')}, {tokens}"
+    counts = f"{count_in_words(plan.ranks, 'rank')}, {count_in_words(plan.length, 'token')}"
+    return f"{plan.layout} layout, {mask_in_words(plan.mask)}, {counts}"
 
 
 def mask_in_words(band: Band) -> str:
@@ -55,7 +51,7 @@ def short(pairs: int) -> str:
 
 
 def count_in_words(number: int, noun: str) -> str:
-    return f"{number:,} {noun if number == 1 else {'query': 'queries'}.get(noun, noun + 's')}"
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _listed(numbers: tuple[int, ...]) -> str:
