@@ -147,9 +147,7 @@ def plan(
     """
     with errors_in_one_line():
         if kv_length is not None:
-            raise ValueError(
-                "--kv-length is gone: RingPlan(kv_length=...) plans cross-attention in Python"
-            )
+            raise ValueError("--kv-length is gone: RingPlan(kv_length=...) plans cross-attention in Python")
         if all_layouts:
             raise ValueError("--all-layouts is gone: pass --documents with the length, which compares all layouts")
         view = Console(width=shutil.get_terminal_size().columns)  # $COLUMNS, else the terminal's width, else 80
