@@ -46,15 +46,14 @@ def _check_rows(files: Sequence[File], settings: DatasetSettings) -> None:
             f"{settings.folder} holds files of rows such as {rows[0]} and texts such as {texts[0]}: pass "
             f"pattern='**/*{os.path.splitext(rows[0])[1]}' for the rows, or a pattern of the texts"
         )
-    if texts and settings.chat is not None:
+    kinds, wrong = ", ".join(row_files.SUFFIXES), ""
+    if settings.chat is not None:
+        wrong = f"chat={settings.chat!r} is for {kinds} files with a chat in each row"
+    elif settings.column != COLUMN:
+        wrong = f"column={settings.column!r} is for {kinds} files"
+    if texts and wrong:
         raise ValueError(
-            f"chat={settings.chat!r} is for {', '.join(row_files.SUFFIXES)} files with a chat in each row, and {settings.folder} "
-            f"holds texts such as {texts[0]}: leave it out, or pass a pattern of such files"
-        )
-    if texts and settings.column != COLUMN:
-        raise ValueError(
-            f"column={settings.column!r} is for {', '.join(row_files.SUFFIXES)} files, and {settings.folder} holds texts such as "
-            f"{texts[0]}: leave it out, or pass a pattern of such files"
+            f"{wrong}, and {settings.folder} holds texts such as {texts[0]}: leave it out, or pass a pattern of such files"
         )
 
 
