@@ -11,9 +11,7 @@ has changed.
 from __future__ import annotations
 
 import os
-import threading
 import weakref
-from collections import OrderedDict
 from typing import Any
 
 from ..files import Identity, identity, open_file, read_at, sample
@@ -50,10 +48,8 @@ class Reader:
         self._begin()
 
     def _begin(self) -> None:
-        self._files: OrderedDict[str, _SharedFile] = OrderedDict()
+        self._files: dict[str, _SharedFile] = {}
         self._seen: dict[str, Identity] = {}
-        self._lock = threading.Lock()
-        self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"documents": self.documents, "bytes_read": self.bytes_read}
@@ -111,16 +107,10 @@ class Reader:
         return data
 
     def _opened(self, document: Document) -> _SharedFile:
-        if self._process != os.getpid():  # a fork may have copied the lock while a thread held it
-            self._begin()
-        with self._lock:
-            held = self._files.get(document.path)
-            if held is None:
-                held = self._files[document.path] = _SharedFile(document.path)
-                if len(self._files) > MOST_OPEN:
-                    self._files.popitem(last=False)
-            self._files.move_to_end(document.path)
-            return held
+        held = self._files.get(document.path) or self._files.setdefault(document.path, _SharedFile(document.path))
+        for path in [*self._files][:-MOST_OPEN]:
+            self._files.pop(path, None)  # another thread may have done so
+        return held
 
     def _check_same(self, document: Document, file: _SharedFile) -> None:
         seen, now = self._seen.get(document.path, document.identity), identity(file.fileno())
