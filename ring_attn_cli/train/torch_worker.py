@@ -25,15 +25,14 @@ from ring_attn_torch import (
     shard_batch,
     sum_gradients,
 )
-from ring_attn_torch.training import lora  # noqa: F401  # model.py takes it from the package
+from ring_attn_torch.training import lora  # noqa: F401  # data.py takes it from the package
 
 from ..processes import Report
 from .arithmetic import rates
 from .config import Config
-from .data import check_vocab, dataset_arguments
+from .data import build_model, check_vocab, dataset_arguments, save_model
 from .folder import CHECKPOINTS, extract_lora, hold
 from .loop import Tell, train
-from .model import build_model, save_model
 from .torch_ranks import CPU, device_of, join_launched, member, reported_errors
 from .trainer_protocol import RunDevices, TrainStep, measure_process
 
