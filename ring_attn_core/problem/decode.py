@@ -84,18 +84,9 @@ class Decode:
         arrays = tuple(
             (array.name, array.shape[:1] if array.name == "k_positions" else array.shape, array.dtype) for array in self.arrays
         )
-        return {
-            "q_shape": self.q_shape,
-            "kv_heads": self.k_shape[2:3],
-            "v_dim": self.v_shape[3:],
-            "dtypes": self.dtypes,
-            "arrays": arrays,
-            "device": self.device,
-            "window": self.window,
-            "scale": self.factor,
-            "softcap": self.softcap,
-            "backend": self.backend,
-        }
+        same = {name: getattr(self, name) for name in ("q_shape", "dtypes", "device", "window", "softcap", "backend")}
+        own = {"kv_heads": self.k_shape[2:3], "v_dim": self.v_shape[3:], "arrays": arrays, "scale": self.factor}
+        return same | own
 
     def check(self) -> None:
         """Raise ValueError if shapes, dtypes, optional arrays or options are invalid or do not fit together."""
