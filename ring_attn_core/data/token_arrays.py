@@ -56,9 +56,7 @@ def _array(file: File, opened: BinaryIO) -> Document:
 
 def _short(error: Exception) -> str:
     """Return the first line of an error's message, cut after 99 characters, because Python may quote the whole header."""
-    text = (
-        str(error).partition("\n")[0]
-        if not isinstance(error, RecursionError | MemoryError)
-        else "its header is nested too deeply"
-    )
+    if isinstance(error, RecursionError | MemoryError):
+        return "its header is nested too deeply"
+    text = str(error).partition("\n")[0]
     return text if len(text) <= 99 else text[:99] + "..."
