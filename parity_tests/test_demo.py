@@ -45,6 +45,8 @@ def test_the_quick_demo_keeps_every_bound_and_writes_its_file(tmp_path: Path):
     done = ring_attn("demo", "--quick", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All 20 bounds are kept" in done.stdout and "All 3 bounds are kept" in done.stdout
+    for picture, start in (("losses.png", b"\x89PNG"), ("plan.svg", b"<svg")):
+        assert (tmp_path / picture).read_bytes().startswith(start)
     written = json.loads((tmp_path / "demo.json").read_text())
     assert written["passed"] is True and written["attention"]["passed"] is True
     assert len(written["checks"]) == 3 and all(check["value"] <= check["bound"] for check in written["checks"])

@@ -205,7 +205,7 @@ def demo(
     steps: Annotated[int | None, typer.Option(help="Number of training steps.", show_default="6, quick 3, full 12")] = None,
     layout: Annotated[str, typer.Option(help=f"One of {', '.join(layouts.LAYOUTS)}.")] = "zigzag",
     framework: Annotated[str, typer.Option(help="both, jax or torch.")] = "both",
-    out: Annotated[Path, typer.Option(help="Folder for demo.json.")] = Path("demo-output"),
+    out: Annotated[Path, typer.Option(help="Folder for losses.png, plan.svg and demo.json.")] = Path("demo-output"),
     quick: Annotated[bool, typer.Option("--quick", help="Use a short sequence and a few steps.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Use a long sequence and more steps; takes minutes.")] = False,
 ) -> None:

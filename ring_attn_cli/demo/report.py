@@ -1,10 +1,10 @@
-"""The printed report of the demo, the same as JSON, and the bounds of the losses."""
+"""The printed report of the demo, the files that it writes, and the bounds of the losses."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Group
@@ -14,10 +14,17 @@ from rich.text import Text
 
 from ..compare.comparison import Comparison
 from ..compare.export import describe
-from ..plan import words
+from ..plan import terminal, words
 from .settings import MODEL, DemoSettings
 
-FILE = "demo.json"
+FILES = "losses.png", "plan.svg", "demo.json"
+STYLES: dict[str, dict[str, Any]] = {
+    "PyTorch": {"color": "#E45756", "linewidth": 6, "alpha": 0.4},
+    "JAX": {"color": "#4C78A8", "marker": "o", "markersize": 4},
+}
+"""Line styles in losses.png, by framework, chosen so that both lines stay visible where they coincide."""
+
+ROUNDING = 2.0**-24
 FALL = 0.99
 """Bound of the last loss divided by the first."""
 
@@ -95,6 +102,9 @@ def passed(comparison: Comparison, checks: list[Check]) -> bool:
 
 
 def write(out: Path, settings: DemoSettings, comparison: Comparison, losses: dict[str, list[float]], seconds: float) -> None:
+    """Write losses.png, plan.svg and demo.json into the folder ``out``."""
+    plot_losses(losses, out / FILES[0], words.title(settings.plan))
+    terminal.save(terminal.draw(settings.plan), out / FILES[1], 80)
     checks = check_losses(losses)
     document = {
         "passed": passed(comparison, checks),
@@ -105,4 +115,34 @@ def write(out: Path, settings: DemoSettings, comparison: Comparison, losses: dic
         "model": MODEL,
         "attention": describe(comparison),
     }
-    (out / FILE).write_text(json.dumps(document, indent=1) + "\n")
+    (out / FILES[2]).write_text(json.dumps(document, indent=1) + "\n")
+
+
+def plot_losses(losses: dict[str, list[float]], path: Path, title: str) -> None:
+    """Save a plot of the losses. For two frameworks, a lower panel shows the losses' relative difference and its bound."""
+    from matplotlib.figure import Figure
+
+    both = len(losses) == 2
+    figure = Figure(figsize=(8, 5.6 if both else 4), layout="constrained", facecolor="white")
+    axes = figure.subplots(2 if both else 1, sharex=True, squeeze=False, height_ratios=[3, 2] if both else None)[:, 0]
+    steps = range(1, len(next(iter(losses.values()))) + 1)
+    for name, values in losses.items():
+        axes[0].plot(steps, values, label=name, **STYLES[name])
+    axes[0].set_ylabel("loss (nats a byte)")
+    axes[0].legend(frameon=False)
+    axes[0].set_title(f"Training on Python's standard library\n{title}", loc="left", fontsize=11)
+    if both:
+        apart = [max(find_difference(*values), ROUNDING) for values in zip(*losses.values(), strict=True)]
+        axes[1].semilogy(steps, apart, color="#24292F", marker="o", markersize=4)
+        close = loss_bound(len(apart))
+        axes[1].axhline(close, color="#24292F", linestyle="--", linewidth=1)
+        axes[1].axhspan(ROUNDING / 10, ROUNDING, color="#24292F", alpha=0.06, linewidth=0)
+        for height, said in ((close, "bound"), (ROUNDING, "less than float32 can tell")):
+            axes[1].annotate(said, (1, height), (0, -4), textcoords="offset points", va="top", color="#6E7781")
+        axes[1].set(ylabel="relative difference", ylim=(ROUNDING / 10, close * 5))
+    axes[-1].set_xlabel("step")
+    axes[-1].xaxis.get_major_locator().set_params(integer=True)
+    for panel in axes:
+        panel.grid(alpha=0.2)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)

@@ -22,14 +22,16 @@ FRAMEWORKS = {"both": ("PyTorch", "JAX"), "torch": ("PyTorch",), "jax": ("JAX",)
 
 
 def run(settings: DemoSettings, framework: str = "both", out: Path = Path("demo-output")) -> int:
-    """Run the demo, print its report, and write demo.json into ``out``.
-    Return the status: 1 if a bound is missed or a process fails, 130 on Ctrl-C, else 0. Only a complete run writes it."""
+    """Run the demo, print its report, and write losses.png, plan.svg and demo.json into ``out``.
+    Return the status: 1 if a bound is missed or a process fails, 130 on Ctrl-C, else 0. Only a complete run writes files."""
     frameworks, left_out = find_frameworks(framework)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{out} cannot be made a folder ({error.strerror}): pass another --out FOLDER") from error
-    check_writable(out / report.FILE)
+    files = [out / name for name in report.FILES]
+    for file in files:
+        check_writable(file)
     console = Console(highlight=False)
     console.print(report.open_report(settings, left_out))
     began = time.perf_counter()
@@ -45,7 +47,7 @@ def run(settings: DemoSettings, framework: str = "both", out: Path = Path("demo-
     checks = report.check_losses(losses)
     report.write(out, settings, compared, losses, seconds)
     console.print(report.draw_losses(losses), report.conclude(checks, seconds), sep="")
-    console.print(f"Written: {out / report.FILE}", markup=False)
+    console.print(f"Written: {', '.join(map(str, files))}", markup=False)
     return 0 if report.passed(compared, checks) else 1
 
 
