@@ -90,9 +90,9 @@ release: $(STAMP) ## sdist, wheel and the notes of a tag in dist/, all checked: 
 	@$(BIN)/python -m pytest parity_tests/house/test_package.py
 	@ls dist
 
-plan-picture: $(STAMP) ## draw who holds and computes what, here and in demo-output/plan.png (ring-attn plan)
+plan-picture: $(STAMP) ## draw who holds and computes what, here and in demo-output/plan.svg (ring-attn plan)
 	@mkdir -p demo-output
-	@$(BIN)/ring-attn plan --save demo-output/plan.png $(ARGS)
+	@$(BIN)/ring-attn plan --save demo-output/plan.svg $(ARGS)
 
 # jaxlib's CUDA plugin (8 MB, no CUDA with it) builds the launches that the tests lower for a GPU; where there is none for this
 # system, they are skipped.

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ring_attn_cli.main import app
-from ring_attn_cli.train import lock
+from ring_attn_cli.train import folder as lock
 from ring_attn_cli.train.config import Config
 
 from .support import corpus
@@ -26,7 +26,7 @@ PATIENCE = 600
 
 HOLDER = """
 import multiprocessing, sys, time
-from ring_attn_cli.train import lock
+from ring_attn_cli.train import folder as lock
 from ring_attn_cli.train.config import Config
 
 if __name__ == "__main__":

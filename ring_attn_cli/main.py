@@ -13,8 +13,8 @@ from ring_attn_core import __version__, layouts, masks
 from ring_attn_core.plan.ring import RingPlan
 
 from .error_reporting import errors_in_one_line, missing_in_words
-from .plan import image, predict, terminal
-from .plan.options import check_used
+from .plan.options import check_drawable, check_used
+from .plan.options import tokens as read_tokens
 
 for package in ("typer", "rich"):
     if find_spec(package) is None:
@@ -27,10 +27,6 @@ from .compare.command import compare  # noqa: E402
 from .compile.command import compile_kernels  # noqa: E402
 from .doctor.command import doctor  # noqa: E402
 from .generate.command import generate  # noqa: E402
-from .plan.comparison import comparison  # noqa: E402
-
-MOST_RANKS = 4096
-"""Largest number of ranks in a drawn plan; drawing time grows with its square."""
 
 app = typer.Typer(
     help="Exact ring attention: run the demo, train, generate, draw a plan, compare, compile, check this machine.",
@@ -41,7 +37,7 @@ app = typer.Typer(
 
 def _tokens(text: str) -> int:
     try:
-        return predict.tokens(text)
+        return read_tokens(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -85,8 +81,8 @@ def plan(
             metavar="TOKENS",
         ),
     ] = None,
-    kv_length: Annotated[int | None, typer.Option(help="Number of keys, if they are another sequence (cross-attention).")] = None,
-    save: Annotated[Path | None, typer.Option(help="Also write the drawing to this file, a .png or .svg.")] = None,
+    kv_length: Annotated[int | None, typer.Option(hidden=True)] = None,
+    save: Annotated[Path | None, typer.Option(help="Also write the drawing to this file, a .svg.")] = None,
     documents: Annotated[
         str | None,
         typer.Option(
@@ -101,7 +97,7 @@ def plan(
         str | None,
         typer.Option(help="Plan the microbatches of documents of these lengths: a JSON list, or a file.", show_default="none"),
     ] = None,
-    all_layouts: Annotated[bool, typer.Option("--all-layouts", help="Print a table that compares all layouts.")] = False,
+    all_layouts: Annotated[bool, typer.Option("--all-layouts", hidden=True)] = False,
     model: Annotated[
         str | None,
         typer.Option(help="Compute how many tokens fit into memory with this model: a config.json, or a name such as llama-8b."),
@@ -150,56 +146,55 @@ def plan(
     predict the time of each strategy.
     """
     with errors_in_one_line():
+        if kv_length is not None:
+            raise ValueError("--kv-length is gone: RingPlan(kv_length=...) plans cross-attention in Python")
+        if all_layouts:
+            raise ValueError("--all-layouts is gone: pass --documents with the length, which compares all layouts")
+        view = Console(width=shutil.get_terminal_size().columns)  # $COLUMNS, else the terminal's width, else 80
         if machine is not None or (gpus is not None and model is None):
+            from .plan import predict
+
             check_used(context, "prediction")
-            shape = *predict.heads_of(model, heads, head_dim), host_gpus
             where = layout or "zigzag", mask, 8 if gpus is None else gpus, 8192 if length is None else length, machine or "H200"
-            console().print(predict.answer(predict.PredictOptions(*where, *shape)))
+            sizes = *predict.heads_of(model, heads, head_dim), host_gpus
+            view.print(predict.answer(predict.PredictOptions(*where, *sizes)))
             return
         if model is not None:
             from .plan import memory as fitting
 
             check_used(context, "memory")
             options = fitting.MemoryOptions(model, 8 if gpus is None else gpus, memory, host_memory, tokens, activations)
-            console(plain=True).print(fitting.answer(options))
+            view.print(fitting.answer(options))
             return
         ranks = 8 if ranks is None else ranks
-        if batches is not None:
-            from .plan import batches as micro
-
-            check_used(context, "batches")
-            check_drawable(ranks)
-            console(plain=True).print(micro.answer(micro.read_batches(batches), ranks, 8192 if tokens is None else tokens))
-            return
-        if documents is not None or tree is not None:
+        packing = {"batches": batches, "documents": documents, "tree": tree}
+        if kind := next((name for name, text in packing.items() if text is not None), None):
             from .plan import packed
-            from .plan import tree as trees
 
-            check_used(context, "tree" if documents is None else "documents")
+            check_used(context, kind)
             check_drawable(ranks)
-        if tree is not None:
-            console().print(trees.answer(layout or packed.BALANCED, trees.read_tree(tree), ranks, console().width))
-            return
-        if documents is not None:
-            lengths = packed.read_documents(documents)
-            console().print(packed.answer(layout or packed.BALANCED, lengths, masks.parse(mask), ranks, console().width))
+            where = layout or packed.BALANCED
+            if batches is not None:
+                view.print(packed.answer_batches(packed.read_batches(batches), ranks, 8192 if tokens is None else tokens))
+            elif documents is not None:
+                lengths = packed.read_documents(documents)
+                view.print(packed.answer_documents(where, lengths, masks.parse(mask), ranks, view.width))
+            elif tree is not None:
+                view.print(packed.answer_tree(where, packed.read_tree(tree), ranks, view.width))
             return
         if layout == "balanced":
             raise ValueError(
                 "the layout balanced follows from documents or a tree: pass --documents or --tree with their lengths"
             )
-        check_used(context, "comparison" if all_layouts else "drawing")
-        layout, length = "zigzag" if layout is None else layout, 8192 if length is None else length
-        if all_layouts:
-            console().print(comparison([make_plan(name, mask, ranks, length, kv_length) for name in layouts.LAYOUTS]))
-            return
+        check_used(context, "drawing")
+        from .plan import terminal
+
         if save is not None:
-            image.check(save)
-        drawn = make_plan(layout, mask, ranks, length, kv_length)
+            terminal.check_picture(save)
+        drawing = terminal.draw(make_plan(layout or "zigzag", mask, ranks, 8192 if length is None else length), view.width)
+        view.print(drawing)
         if save is not None:
-            image.save(drawn, save)
-        console().print(terminal.draw(drawn, console().width))
-        if save is not None:
+            terminal.save(drawing, save, view.width)
             typer.echo(f"wrote {save}")
 
 
@@ -210,7 +205,7 @@ def demo(
     steps: Annotated[int | None, typer.Option(help="Number of training steps.", show_default="6, quick 3, full 12")] = None,
     layout: Annotated[str, typer.Option(help=f"One of {', '.join(layouts.LAYOUTS)}.")] = "zigzag",
     framework: Annotated[str, typer.Option(help="both, jax or torch.")] = "both",
-    out: Annotated[Path, typer.Option(help="Folder for losses.png, plan.png and demo.json.")] = Path("demo-output"),
+    out: Annotated[Path, typer.Option(help="Folder for losses.png, plan.svg and demo.json.")] = Path("demo-output"),
     quick: Annotated[bool, typer.Option("--quick", help="Use a short sequence and a few steps.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Use a long sequence and more steps; takes minutes.")] = False,
 ) -> None:
@@ -256,24 +251,11 @@ for name, command in (("doctor", doctor), ("compare", compare), ("compile", comp
     app.command(name)(command)
 
 
-def console(plain: bool = False) -> Console:
-    """Return a console. Its width is $COLUMNS, else the terminal's width, else 80. ``plain``: no markup and no highlighting."""
-    return Console(width=shutil.get_terminal_size().columns, highlight=not plain, markup=not plain)
-
-
-def make_plan(layout: str, mask: str, ranks: int, length: int, kv_length: int | None = None) -> RingPlan:
-    """Return the plan of ``length`` queries and ``kv_length`` keys (default: as many), with the least padding of the layout."""
+def make_plan(layout: str, mask: str, ranks: int, length: int) -> RingPlan:
+    """Return the plan of ``length`` tokens with the least padding of the layout."""
     check_drawable(ranks)
-    members = max(ranks, 1)  # RingPlan rejects ranks below 1
-    seq_local = layouts.padded_local(layout, members, length)
-    kv_local = seq_local if kv_length is None else layouts.padded_local(layout, members, kv_length)
-    return RingPlan(layout, masks.parse(mask), ranks, seq_local, kv_local, length, length if kv_length is None else kv_length)
-
-
-def check_drawable(ranks: int) -> None:
-    """Raise ValueError if a plan of ``ranks`` ranks is too large to draw."""
-    if ranks > MOST_RANKS:
-        raise ValueError(f"a plan of {ranks} ranks is too large to draw, for it has a line for each: pass at most {MOST_RANKS}")
+    seq_local = layouts.padded_local(layout, max(ranks, 1), length)  # RingPlan rejects ranks below 1
+    return RingPlan(layout, masks.parse(mask), ranks, seq_local, length=length)
 
 
 def open_closed_streams() -> None:
@@ -290,7 +272,6 @@ def open_closed_streams() -> None:
 
 
 def main() -> None:
-    """Run the command ``ring-attn``."""
     open_closed_streams()
     app(prog_name="ring-attn")
 

@@ -44,14 +44,12 @@ class Worker(NamedTuple):
 
 
 def check_installed(packages: Iterable[str]) -> None:
-    """Raise ModuleNotFoundError if a package is not installed."""
     for name in (package.partition(".")[0] for package in packages):
         if find_spec(name) is None:
             raise ModuleNotFoundError(f"no module named {name}", name=name)
 
 
 def check_count(ranks: int, option: str) -> None:
-    """Raise ValueError, which names ``option``, if ``ranks`` exceeds ``MOST``."""
     if ranks > MOST:
         raise ValueError(f"{option} {ranks} ranks are more than one machine runs: pass at most {MOST}")
 
@@ -142,7 +140,6 @@ class WorkerGroups:
             self._members[ours] = _Member(group, label, process, log)
 
     def send(self, group: str, count: int, data: Any) -> None:
-        """Send ``data`` to the first ``count`` processes of a group."""
         for pipe in self._pipes[group][:count]:
             with suppress(OSError):  # a dead process: its last message says why
                 pipe.send(data)
@@ -220,7 +217,6 @@ class _Member(NamedTuple):
         return f"ended with exit code {self.process.exitcode}"
 
     def last_words(self, most: int = 20) -> str:
-        """Return the last ``most`` lines that the process printed."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         return "\n".join(lines[-most:])
 

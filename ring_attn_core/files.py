@@ -72,7 +72,6 @@ def _check_mode(path: str | Path, mode: int) -> None:
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """Return all bytes of a regular file. Raise the same errors as ``open_file``."""
     with open_file(path) as file:
         return file.read()
 
@@ -80,9 +79,7 @@ def read_bytes(path: str | Path) -> bytes:
 class OpenFile(Protocol):
     """An object with a file descriptor, such as an open file."""
 
-    def fileno(self) -> int:
-        """Return the file descriptor."""
-        ...
+    def fileno(self) -> int: ...
 
 
 def read_at(file: OpenFile, offset: int, count: int) -> bytes:

@@ -126,7 +126,6 @@ def _any(value: Any) -> bool:
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to the value of an option, or to each of its values."""
     return list(map(function, value)) if isinstance(value, tuple) else function(value)
 
 

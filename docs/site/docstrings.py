@@ -46,6 +46,9 @@ def _fields(record: griffe.Class) -> list[griffe.Parameter]:
         for name, field in each.members.items():
             if not field.is_attribute or field.annotation is None or "property" in field.labels:
                 continue
+            if str(field.annotation) == "KW_ONLY":
+                named = True
+                continue
             text = str(field.value)
             by_name = named and "kw_only=False" not in text
             kind = griffe.ParameterKind.keyword_only if by_name else griffe.ParameterKind.positional_or_keyword

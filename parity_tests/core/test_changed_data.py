@@ -14,7 +14,7 @@ from ring_attn_core.data import cache as caching
 from ring_attn_core.files import BLOCK, SAMPLES, read_at, sample
 
 from ..support import corpus
-from ..support.special_files import DEEP, in_time
+from ..support.special_files import DEEP
 
 LARGE = 2 * SAMPLES * BLOCK
 """Tokens of 2 bytes in a file of which a sample leaves out three quarters."""
@@ -220,18 +220,3 @@ def test_what_a_killed_process_left_in_the_cache_is_deleted(tmp_path):
     (tmp_path / ".ring-attn" / ".writing-abc").write_text("half")
     corpus.batches(tmp_path)
     assert not [*(tmp_path / ".ring-attn").glob(".writing-*")]
-
-
-@pytest.mark.filterwarnings("ignore:os.fork")  # JAX's own, where it was imported before
-def test_a_fork_reads_on_though_a_thread_held_the_lock(tmp_path):
-    corpus.write_arrays(tmp_path)
-    data = corpus.batches(tmp_path)
-    next(data.iterate())
-    with data.reader._lock:
-        child = os.fork()
-        if child == 0:
-            with in_time(5):
-                next(data.iterate())
-                os._exit(0)
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -18,8 +18,7 @@ pytest.importorskip("transformers")
 from ring_attn_cli.train import data
 from ring_attn_cli.train.config import Config, Data, Passkeys, RingConfig
 from ring_attn_core.data.batches import documents_of
-from ring_attn_core.data.chat import ChatTemplate, inside
-from ring_attn_core.data.tool_calls import ChatRow
+from ring_attn_core.data.chat import ChatRow, ChatTemplate, inside
 
 from ..support import corpus
 

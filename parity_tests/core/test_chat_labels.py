@@ -11,8 +11,7 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 pytest.importorskip("transformers")
 
-from ring_attn_core.data.chat import ChatTemplate
-from ring_attn_core.data.tool_calls import ChatRow
+from ring_attn_core.data.chat import ChatRow, ChatTemplate
 
 from ..support import corpus
 from .test_chat import ANSWER, CHATML, MARKED, USER, theirs, tokenizer_in, tokens_of, write

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ring_attn_core.model.constructor import extract, takes
+from ring_attn_core.constructor import extract, takes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_attn_core import LAYOUTS
-from ring_attn_core.data.index import Index, batches_of, reads, state_of
-from ring_attn_core.data.packing import PackedRows, shuffled
+from ring_attn_core.data.index import Index, PackedRows, batches_of, reads, shuffled, state_of
 
 from ..support import corpus
 from ..support.corpus import LENGTH, LENGTHS, RANKS

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ring_attn_cli.main import app
-from ring_attn_cli.plan.tree import plan_of
+from ring_attn_cli.plan.packed import plan_tree
 from ring_attn_core.data.trees import Tree
 from ring_attn_core.layouts import LAYOUTS
 
@@ -53,7 +53,7 @@ def test_documents_are_drawn_with_their_work_and_traffic_beside_the_other_layout
         (["--documents", sys.executable], "--documents takes a file of numbers in UTF-8"),
         (["--documents", "4,0"], "--documents takes lengths of at least 1 token such as 4096,512,1024, got '4,0'"),
         (["--documents", "4", "--layout", "spiral"], "unknown layout 'spiral'"),
-        (["--documents", "4", "--length", "8", "--all-layouts"], "leave out --length, --all-layouts"),
+        (["--documents", "4", "--length", "8", "--save", "a.svg"], "leave out --length, --save"),
         (["--documents", "4", "--ranks", "4097"], "a plan of 4097 ranks is too large to draw"),
         (["--layout", "balanced"], "the layout balanced follows from documents or a tree: pass --documents or --tree with"),
     ],
@@ -101,7 +101,7 @@ def test_only_the_last_segment_of_each_path_ends_a_rollout():
 def test_the_work_of_a_tree_is_counted_by_its_paths(layout: str, ranks: int):
     drawn = drawn_tree(np.random.default_rng(ranks), 12)
     paths = ancestors(*drawn)
-    for held, work in zip((each := plan_of(layout, Tree(*map(tuple, drawn)), ranks)).runs, each.work, strict=True):
+    for held, work in zip((each := plan_tree(layout, Tree(*map(tuple, drawn)), ranks)).runs, each.work, strict=True):
         mine = {position for run in held for position in run.positions()}
         assert work.pairs == sum(len(paths[position]) for position in mine)
         assert work.remote == len({key for position in mine for key in paths[position]} - mine)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ring_attn_core.data.packing import DocumentSpan, PackedRows, shuffled
+from ring_attn_core.data.index import DocumentSpan, PackedRows, shuffled
 
 quick = settings(derandomize=True, deadline=None, max_examples=200)
 lengths_of = st.lists(st.integers(1, 30), min_size=1, max_size=8)

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from ring_attn_cli.main import app
 from ring_attn_cli.plan.cost import memory, seconds
 from ring_attn_cli.plan.gpus import H200
-from ring_attn_cli.plan.predict import PredictOptions, load_of, problem_of, tokens
+from ring_attn_cli.plan.options import tokens
+from ring_attn_cli.plan.predict import PredictOptions, load_of, problem_of
 from ring_attn_core.problem.traffic import traffic
 
 QUESTION = PredictOptions("zigzag", "causal", 64, 2**20, "H200", "32/8", 128, 8)
@@ -98,7 +99,7 @@ def test_a_length_that_is_no_number_is_refused(text):
         (["--gpus", "4", "--host-gpus", "0"], "--host-gpus must be at least 1, got 0"),
         (["--gpus", "4", "--heads", "x"], "--heads must be query heads, or query and key heads, such as 32/8, got 'x'"),
         (["--gpus", "4", "--heads", "5/2"], "kv heads must divide query heads"),
-        (["--gpus", "4", "--ranks", "4", "--all-layouts"], "leave out --ranks, --all-layouts"),
+        (["--gpus", "4", "--ranks", "4", "--save", "a.svg"], "leave out --ranks, --save"),
         (["--gpus", "4", "--ranks", "0"], "leave out --ranks"),
         (["--machine", "H200", "--model", "llama-8b", "--tokens", "9"], "leave out --tokens"),
         (["--machine", "H200", "--model", "llama-8b", "--heads", "4"], "--model gives the heads and their size: leave out"),

@@ -198,7 +198,7 @@ def test_doctor_finds_the_gpu_in_both_frameworks(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--layout", "zigzag", "--ranks", "8", "--length", "8192", "--save", "plan.png"], ["--model", "llama-8b", "--gpus", "8"]],
+    [["--layout", "zigzag", "--ranks", "8", "--length", "8192", "--save", "plan.svg"], ["--model", "llama-8b", "--gpus", "8"]],
     ids=["picture", "memory"],
 )
 def test_plan_answers(arguments, tmp_path):

@@ -56,7 +56,7 @@ NOT_FOR = {CORE: JAX | TORCH, "ring_attn_jax": TORCH, "ring_attn_torch": JAX}
 AT_ONCE = {KERNELS: {"triton"}, "ring_attn_core.reference": {"numpy"}}
 """What a file of the core may import at module level besides the standard library."""
 
-CLI_AT_ONCE = {CORE, "ring_attn_core.plan", CLI, "filelock", "typer", "rich"}
+CLI_AT_ONCE = {CORE, "ring_attn_core.plan", CLI, "typer", "rich"}
 """What the command's own files may; they import the rest inside functions. The demo imports what it shows."""
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ring_attn_core.data.batches import BatchArrays, Batches
 from ring_attn_core.data.dataset import FolderDataset
-from ring_attn_core.data.packing import shuffled
+from ring_attn_core.data.index import shuffled
 from ring_attn_core.data.settings import DatasetSettings
 
 LENGTHS = (7, 61, 1, 24, 100, 3, 3, 49)

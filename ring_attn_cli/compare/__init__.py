@@ -60,12 +60,11 @@ def find_leaks(
 
 
 def check_files(json: str | Path | None, png: str | Path | None) -> None:
-    """Raise ValueError if ``json`` or ``png`` cannot be written, or if ``png`` ends neither in .png nor in .svg."""
     from ..output_files import check_writable
-    from . import picture
+    from . import report
 
     if png is not None:
-        picture.check(Path(png))
+        report.check_picture(Path(png))
     for path in (json, png):
         if path is not None:
             check_writable(Path(path))
@@ -75,10 +74,10 @@ def write(comparison: Comparison, json: str | Path | None, png: str | Path | Non
     """Write ``comparison`` to each file whose path is not None, and return ``comparison``."""
     from json import dumps
 
-    from . import export, picture
+    from . import export, report
 
     if json is not None:
         Path(json).write_text(dumps(export.describe(comparison), indent=1) + "\n")
     if png is not None:
-        picture.save(comparison, Path(png))
+        report.save(comparison, Path(png))
     return comparison

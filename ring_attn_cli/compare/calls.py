@@ -1,4 +1,4 @@
-"""The calls of the variants that run in both frameworks. Each function builds a variant's function from a ``Call``."""
+"""The calls of the variants of both frameworks and of JAX. Each function builds a variant's function from a ``Call``."""
 
 from __future__ import annotations
 
@@ -86,4 +86,22 @@ def build_user(call: Call) -> Function:
         user.check_length(text, arguments, case, call.plan.seq_local * call.plan.ranks)
         return user.call(function, text, arrays, arguments)
 
+    return attention
+
+
+def build_ringattention(call: Call) -> Function:
+    """Return a function that calls the package ringattention, on contiguous shards with one query and one key chunk per rank."""
+    import jax
+    from ringattention import ringattention_jax as attend  # pyright: ignore[reportMissingImports]
+
+    case, local = call.case, call.plan.seq_local
+    options = {"query_chunk_size": local, "key_chunk_size": local, "causal_block_size": 1 if case.mask == "causal" else None}
+    options |= {"deterministic": True, "dropout_rng": None, "attn_pdrop": 0.0, "dtype": jax.numpy.float32, "precision": None}
+    options |= {"policy": jax.checkpoint_policies.nothing_saveable, "prevent_cse": True}
+
+    def attention(arrays: Arrays) -> Arrays:
+        q, k, v = (arrays[name] for name in "qkv")
+        return {"out": attend(q, k, v, None, None, None, call.ring["axis_name"], True, options)}
+
+    attention.check_vma = False  # its backward does not track varying axes
     return attention

@@ -88,7 +88,6 @@ class Case:
 
     @property
     def factor(self) -> float:
-        """Return the scale of q . k."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property

@@ -115,7 +115,6 @@ def compare(sweep: Sweep, tell: Tell = lambda words: None) -> Comparison:
 
 
 def find_installed(sweep: Sweep) -> tuple[str, ...]:
-    """Return the requested frameworks that are installed. Raise ValueError if none is installed."""
     missing = {name: [each for each in NEEDS[name] if find_spec(each) is None] for name in sweep.frameworks}
     there = tuple(name for name in sweep.frameworks if not missing[name])
     if not there:
@@ -202,7 +201,6 @@ def _judge(
 
 
 def _merge_rings(left_out: list[SkippedVariant]) -> list[SkippedVariant]:
-    """Merge the skipped variants that differ only in ``ranks``."""
     rings: dict[tuple[str, str, str], set[int]] = {}
     for each in left_out:
         rings.setdefault((each.variant, each.framework, each.reason), set()).update(each.ranks)
@@ -210,5 +208,4 @@ def _merge_rings(left_out: list[SkippedVariant]) -> list[SkippedVariant]:
 
 
 def _join_reasons(reasons: list[SkippedVariant]) -> str:
-    """Return the message that says why nothing runs, with each reason once."""
     return "; ".join(dict.fromkeys(f"{each.variant} in {TITLES[each.framework]}: {each.reason}" for each in reasons))

@@ -119,7 +119,6 @@ def find_scale(e: Evidence) -> str:
 
 
 def find_mask(e: Evidence) -> str:
-    """Test whether queries see wrong keys."""
     for words, results in _try_masks(e) if e.case.length <= LONGEST else ():
         sees = np.isfinite(results["lse"][0]).all(-1)  # the out of a fully masked query is arbitrary
         if 2 * sees.sum() >= len(sees) and e.explains("out", results["out"], sees):

@@ -45,20 +45,10 @@ def describe(comparison: Comparison) -> dict[str, Any]:
 
 
 def _result(result: VariantResult) -> dict[str, Any]:
-    return {
-        "variant": result.variant,
-        "framework": result.framework,
-        "ranks": result.ranks,
-        "case": asdict(result.case),
-        "passed": result.passed,
-        "truth_of": result.part or "all",
-        "quantities": [asdict(quantity) | {"within": quantity.within} for quantity in result.quantities],
-        "diagnosis": list(result.diagnosis),
-        "seconds": list(result.seconds),
-        "median_seconds": result.median_seconds,
-        "peak_bytes": result.peak_bytes,
-        "peak_of": result.peak_of,
-    }
+    names = "variant", "framework", "ranks", "passed", "diagnosis", "seconds", "median_seconds", "peak_bytes", "peak_of"
+    quantities = [asdict(quantity) | {"within": quantity.within} for quantity in result.quantities]
+    others = {"case": asdict(result.case), "truth_of": result.part or "all", "quantities": quantities}
+    return {name: getattr(result, name) for name in names} | others
 
 
 def _encode(x: Any) -> Any:
@@ -70,7 +60,6 @@ def _encode(x: Any) -> Any:
 
 
 def _command() -> str:
-    """Return the command line of this process."""
     program = Path(sys.argv[0]).name
     return shlex.join(["ring-attn" if program in ("main.py", "ring-attn") else program, *sys.argv[1:]])
 

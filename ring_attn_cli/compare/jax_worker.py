@@ -45,7 +45,6 @@ class JaxRunner(CallRunner):
         self._devices = devices
 
     def prepare(self, request: Request) -> Outcome:
-        """Compile the call, run it once, and return results and gradients of all ranks."""
         oracle, case, plan = ORACLES[request.oracle], request.case, request.case.plan(request.ranks)
         inputs, ring = oracle.inputs(case), {"axis_name": "seq"}
         make = ring | {"rngs": nnx.Rngs(0)}

@@ -32,7 +32,6 @@ class Change:
 
     @property
     def paddings(self) -> dict[str, Any]:
-        """Return the value of the padding of each array whose padding is changed."""
         return dict.fromkeys(self.names, CHANGED) if self.token is None else {}
 
 

@@ -74,6 +74,5 @@ def make_sweep(names: Sequence[str], ranks: Any, framework: str, repeats: int, p
 
 
 def make_tuple(value: Any) -> tuple[Any, ...]:
-    """Return one value or several as a tuple without duplicates."""
     several = value if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
     return tuple(dict.fromkeys(several))

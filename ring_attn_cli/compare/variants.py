@@ -1,8 +1,8 @@
 """The registry of variants, the functions that can be compared. Each is a record with its calls, limits and oracle.
 
 A call, ``module:function``, builds the variant's function; only processes of the call's framework import it. An oracle computes
-exact results. To add a variant, write its call in ``calls.py``, or in ``torch_calls.py`` or ``jax_calls.py`` if one framework has
-it, and add a record here. For a new computation also add an oracle to ``oracles.py``.
+exact results. To add a variant, write its call in ``calls.py``, or in ``torch_calls.py`` if PyTorch alone has it, and
+add a record here. For a new computation also add an oracle to ``oracles.py``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class Variant:
     pair: str = ""
 
     def case(self, case: Case) -> Case:
-        """Return ``case`` with this variant's changes."""
         return replace(case, **self.changes) if self.changes else case
 
     def refusal(self, case: Case, framework: str, ranks: int) -> str | None:
@@ -125,8 +124,8 @@ def _in_both(name: str) -> dict[str, str]:
     return dict.fromkeys(FRAMEWORKS, f"{HERE}.calls:build_{name}")
 
 
-def _in_one(framework: str, name: str) -> dict[str, str]:
-    return {framework: f"{HERE}.{framework}_calls:build_{name}"}
+def _in_torch(name: str) -> dict[str, str]:
+    return {"torch": f"{HERE}.torch_calls:build_{name}"}
 
 
 def _at(layout: str) -> dict[str, Any]:
@@ -144,17 +143,17 @@ RECORDS = [
     Variant("dilated", _in_both("dilated"), "dilated", _at("contiguous"), features=APPROXIMATE, objection=_check_dilated),
     Variant("summary", _in_both("summary"), "summary", _at("contiguous"), features=APPROXIMATE, masks=("causal",),
             objection=_check_summary),
-    *(Variant(name, _in_one("torch", "vendor"), changes={"backend": name}, features=("scale", "sinks"), dtypes=DTYPES)
+    *(Variant(name, _in_torch("vendor"), changes={"backend": name}, features=("scale", "sinks"), dtypes=DTYPES)
       for name in ("flash", "cudnn", "flash4")),
-    Variant("sdpa", _in_one("torch", "sdpa"), features=("scale", "extents", "key_mask"), objection=_check_one_device),
-    Variant("torch-context-parallel", _in_one("torch", "context_parallel"), changes=_at("zigzag"), features=(), masks=EITHER,
+    Variant("sdpa", _in_torch("sdpa"), features=("scale", "extents", "key_mask"), objection=_check_one_device),
+    Variant("torch-context-parallel", _in_torch("context_parallel"), changes=_at("zigzag"), features=(), masks=EITHER,
             dtypes=HALF, pieces=2),
-    Variant("ring-flash-attn", _in_one("torch", "ring_flash_attn"), changes=_at("zigzag"),
+    Variant("ring-flash-attn", _in_torch("ring_flash_attn"), changes=_at("zigzag"),
             needs=("ring_flash_attn", "ring-flash-attn"), features=("scale",), masks=("causal",), dtypes=HALF, pieces=2),
-    Variant("ring-attention-pytorch", _in_one("torch", "ring_attention_pytorch"), changes=_at("striped"),
+    Variant("ring-attention-pytorch", _in_torch("ring_attention_pytorch"), changes=_at("striped"),
             needs=("ring_attention_pytorch", "ring-attention-pytorch"), features=(), masks=EITHER, pieces=1,
             objection=_check_ungrouped),
-    Variant("ringattention", _in_one("jax", "ringattention"), changes=_at("contiguous"),
+    Variant("ringattention", {"jax": f"{HERE}.calls:build_ringattention"}, changes=_at("contiguous"),
             needs=("ringattention", "ringattention"), features=(), masks=EITHER, pieces=1, objection=_check_ungrouped),
 ]  # fmt: skip
 VARIANTS = {variant.name: replace(variant, pair=variant.name) for variant in RECORDS}

@@ -55,7 +55,6 @@ class CallRunner:
         self._outcomes: dict[Any, Callable[[Change | None], Outcome]] = {}
 
     def time(self, request: Request) -> float:
-        """Return the seconds of one run, forward and backward."""
         self.meet(request)
         began = time.perf_counter()
         self._known[request.key]()
@@ -75,7 +74,6 @@ class CallRunner:
         return max(_status("VmHWM") - before, 0)
 
     def repeat(self, request: Request) -> Outcome:
-        """Return the results and gradients with the request's change of the inputs."""
         return self._outcomes[request.key](request.change)
 
     def forget(self, request: Request) -> None:

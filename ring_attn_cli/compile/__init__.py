@@ -75,16 +75,9 @@ def attention_of(model: str) -> ModelAttention:
     else:
         config = config_of(model)
     arrays = {"sinks": config.sinks, "alibi_slopes": config.alibi, "dropout": config.dropout_rate > 0}
-    return ModelAttention(
-        config.heads,
-        config.kv_heads,
-        config.head_dim,
-        config.head_dim,
-        config.compute_dtype or config.param_dtype,
-        config.softcap,
-        config.dropout_rate,
-        frozenset(name for name, has in arrays.items() if has),
-    )
+    sizes, dtype = (config.heads, config.kv_heads, config.head_dim, config.head_dim), config.compute_dtype or config.param_dtype
+    features = config.softcap, config.dropout_rate, frozenset(name for name, has in arrays.items() if has)
+    return ModelAttention(*sizes, dtype, *features)
 
 
 def problems(attention: ModelAttention, gpu: str, ranks: int, layout: str, strategy: str) -> Iterator[Problem]:
@@ -111,27 +104,13 @@ def problems(attention: ModelAttention, gpu: str, ranks: int, layout: str, strat
         }
         names = {"dropout_seed" if name == "dropout" else name for name in attention.arrays}
         names |= {"extents"} if layout == "balanced" else set()
-        k = 1, tokens, attention.kv_heads, attention.head_dim
-        options = Options(
-            layout=where,
-            length=tokens * ranks - padded,
-            softcap=attention.softcap,
-            dropout_rate=attention.dropout_rate,
-            strategy=strategy,
-        )
+        q, k = ((1, tokens, heads, attention.head_dim) for heads in (attention.heads, attention.kv_heads))
+        v = (*k[:3], attention.v_dim)
+        features: dict[str, Any] = {"softcap": attention.softcap, "dropout_rate": attention.dropout_rate}
+        options = Options(layout=where, length=tokens * ranks - padded, strategy=strategy, **features)
         arrays = tuple(OptionalArray(name, *shapes[name]) for name in shapes if name in names)
-        problem = Problem(
-            (1, tokens, attention.heads, attention.head_dim),
-            k,
-            (*k[:3], attention.v_dim),
-            (attention.dtype, attention.dtype, attention.dtype),
-            "cuda",
-            ranks,
-            options,
-            arrays,
-            int(capability[1]),
-            "torch",
-        )
+        dtypes = attention.dtype, attention.dtype, attention.dtype
+        problem = Problem(q, k, v, dtypes, "cuda", ranks, options, arrays, int(capability[1]), "torch")
         problem.check()
         yield problem
 

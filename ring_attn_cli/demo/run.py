@@ -9,13 +9,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from ..compare import comparison
-from ..compare.report import draw_tables, width_of
+from ..compare.comparison import Comparison, compare
+from ..compare.report import draw, width_of
 from ..compare.sweep import make_sweep
 from ..output_files import check_writable
 from ..processes import Failure, WorkerGroups
 from . import report
-from .results import Results, exit_status
 from .settings import DemoSettings
 
 NEEDS = {"PyTorch": ("torch",), "JAX": ("jax", "flax", "optax")}
@@ -23,7 +22,7 @@ FRAMEWORKS = {"both": ("PyTorch", "JAX"), "torch": ("PyTorch",), "jax": ("JAX",)
 
 
 def run(settings: DemoSettings, framework: str = "both", out: Path = Path("demo-output")) -> int:
-    """Run the demo, print its report, and write losses.png, plan.png and demo.json into ``out``.
+    """Run the demo, print its report, and write losses.png, plan.svg and demo.json into ``out``.
     Return the status: 1 if a bound is missed or a process fails, 130 on Ctrl-C, else 0. Only a complete run writes files."""
     frameworks, left_out = find_frameworks(framework)
     try:
@@ -37,7 +36,7 @@ def run(settings: DemoSettings, framework: str = "both", out: Path = Path("demo-
     console.print(report.open_report(settings, left_out))
     began = time.perf_counter()
     try:
-        results = compute(settings, frameworks, console)
+        compared, losses = compute(settings, frameworks, console)
     except Failure as failure:
         console.print(Text.assemble(("The demo did not finish: ", "bold red"), str(failure)))
         return 1
@@ -45,10 +44,11 @@ def run(settings: DemoSettings, framework: str = "both", out: Path = Path("demo-
         console.print("Stopped, and with it every process that the demo had started.")
         return 130
     seconds = time.perf_counter() - began
-    report.write(out, settings, results, seconds)
-    console.print(report.draw_losses(results.losses), report.conclude(results.checks, seconds), sep="")
+    checks = report.check_losses(losses)
+    report.write(out, settings, compared, losses, seconds)
+    console.print(report.draw_losses(losses), report.conclude(checks, seconds), sep="")
     console.print(f"Written: {', '.join(map(str, files))}", markup=False)
-    return exit_status(results.checks)
+    return 0 if report.passed(compared, checks) else 1
 
 
 def find_frameworks(framework: str) -> tuple[list[str], list[str]]:
@@ -63,15 +63,15 @@ def find_frameworks(framework: str) -> tuple[list[str], list[str]]:
     return [name for name, of in missing.items() if not of], left_out
 
 
-def compute(settings: DemoSettings, frameworks: list[str], console: Console) -> Results:
-    """Compare attention and train. Print the table of attention's errors as soon as all of them are known."""
+def compute(settings: DemoSettings, frameworks: list[str], console: Console) -> tuple[Comparison, dict[str, list[float]]]:
+    """Compare attention and train; return the comparison and the losses. Print the comparison as soon as it is known."""
     names = ",".join({"PyTorch": "torch", "JAX": "jax"}[name] for name in frameworks)
     case = {"length": settings.tokens, "layout": settings.layout}
     sweep = make_sweep(["ring"], settings.ranks, names, 1, settings.patience, **case)
     losses: dict[str, list[float]] = {name: [] for name in frameworks}
     with console.status("") as status:
-        found = comparison.compare(sweep, lambda words: status.update(f"attention: {words}"))
-        console.print(*draw_tables(found, width_of(console.width)), sep="\n")
+        found = compare(sweep, lambda words: status.update(f"attention: {words}"))
+        console.print(draw(found, width_of(console.width)))
         with WorkerGroups(settings.patience) as groups:
             for name in frameworks:
                 members = range(settings.ranks if name == "PyTorch" else 1)
@@ -80,4 +80,4 @@ def compute(settings: DemoSettings, frameworks: list[str], console: Console) -> 
                 losses[message.group].append(message.data)
                 steps = ", ".join(f"{name} {len(each)} of {settings.steps}" for name, each in losses.items())
                 status.update(f"training: step {steps}")
-    return Results(found, losses)
+    return found, losses

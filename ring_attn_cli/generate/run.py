@@ -23,7 +23,6 @@ PATIENCE = 1800.0
 
 
 def run(settings: GenerateSettings) -> None:
-    """Generate, and write the new text to stdout and the progress to stderr."""
     check_installed(NEEDS[settings.framework])
     text = Text(settings)
     with GenerateWatch(text, Console(stderr=True, highlight=False)) as watch:

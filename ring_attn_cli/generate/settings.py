@@ -71,7 +71,6 @@ class GenerateSettings:
         return "--prompt" if self.prompt_file is None else str(self.prompt_file)
 
     def read_prompt(self) -> str:
-        """Return the prompt. Raise ValueError if it is empty or not text in UTF-8."""
         try:
             text = self.prompt or "" if self.prompt_file is None else self.prompt_file.read_text(encoding="utf-8")
             text.encode()  # raises on surrogates, which stand for arguments that are not UTF-8

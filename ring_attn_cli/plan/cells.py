@@ -22,44 +22,33 @@ _COLOURS = ("#4C78A8", "#F58518", "#54A24B", "#E45756", "#B279A2", "#EECA3B", "#
 def colour(rank: int) -> str:
     """Return the colour of a rank, ``#rrggbb``, the same in every picture: eight colours, then eight paler ones, repeated."""
     base = _COLOURS[rank % 8]
-    return base if rank // 8 % 2 == 0 else mix(base, 5)
-
-
-def mix(tint: str, parts: int) -> str:
-    """Return ten parts of ``tint`` and white, ``parts`` of them of ``tint``."""
-    return "#" + "".join(f"{255 + (channel - 255) * parts // 10:02X}" for channel in channels(tint))
-
-
-def channels(tint: str) -> list[int]:
-    """Return red, green and blue of ``#rrggbb``."""
-    return [int(tint[i : i + 2], 16) for i in (1, 3, 5)]
+    if rank // 8 % 2 == 0:
+        return base
+    return "#" + "".join(f"{(255 + int(base[i : i + 2], 16)) // 2:02X}" for i in (1, 3, 5))
 
 
 @dataclass(frozen=True)
 class Axis:
     """One sequence cut into cells of ``block`` tokens.
-    ``cells[c][rank]``: the runs of cell ``c`` on ``rank``; padding is {}. ``length``: number of tokens without padding. ``held``:
-    number of tokens with padding."""
+    ``cells[c][rank]``: the runs of cell ``c`` on ``rank``; padding is {}."""
 
     cells: tuple[dict[int, tuple[Run, ...]], ...]
     block: int
-    length: int
-    held: int
 
     @classmethod
-    def of(cls, plan: RingPlan, most: int, *, keys: bool) -> Axis:
-        """Cut the queries or keys of ``plan`` into at most ``most`` cells."""
-        length, held = (plan.kv_length, plan.kv_local * plan.ranks) if keys else (plan.length, plan.seq_local * plan.ranks)
+    def of(cls, plan: RingPlan, most: int) -> Axis:
+        """Cut the tokens of ``plan`` into at most ``most`` cells."""
+        held = plan.seq_local * plan.ranks
         block = max(-(-held // most), 1)
         cells: tuple[dict[int, tuple[Run, ...]], ...] = tuple({} for _ in range(0, held, block))
-        for rank, runs in enumerate(plan.k_runs if keys else plan.q_runs):
+        for rank, runs in enumerate(plan.q_runs):
             for _, tokens, start, stride in runs:
                 run = Run(start, tokens, stride)
                 for c in range(start // block, -(-(start + stride * tokens) // block) if tokens else 0):
                     part = _within(run, c * block, (c + 1) * block)
                     if part.length:
                         cells[c][rank] = (*cells[c].get(rank, ()), part)
-        return cls(cells, block, length, held)
+        return cls(cells, block)
 
     def ranks(self, cell: int) -> list[int]:
         """Return the ranks of a cell, rotated by its index so that neighbouring cells with the same ranks begin differently."""
@@ -68,30 +57,26 @@ class Axis:
         return ranks[first:] + ranks[:first]
 
 
-def computed(plan: RingPlan, queries: Axis, keys: Axis, shift: int) -> list[list[int | None]]:
+def computed(plan: RingPlan, axis: Axis, shift: int) -> list[list[int | None]]:
     """Return for [query cell][key cell] a rank, or None, that computes pairs with the keys of rank ``(rank - shift) % ranks``."""
     band, lo, hi = plan.mask, plan.mask.lo, plan.mask.hi
-    sources = [[(rank, (rank - shift) % plan.ranks) for rank in queries.ranks(a)] for a in range(len(queries.cells))]
+    cells = range(len(axis.cells))
+    sources = [[(rank, (rank - shift) % plan.ranks) for rank in axis.ranks(a)] for a in cells]
 
     def cell(a: int, b: int) -> int | None:
-        least, most = a * queries.block - (b + 1) * keys.block + 1, (a + 1) * queries.block - 1 - b * keys.block
-        if (lo is not None and most < lo) or (hi is not None and least > hi):
+        lag = (a - b) * axis.block
+        if (lo is not None and lag + axis.block - 1 < lo) or (hi is not None and lag - axis.block + 1 > hi):
             return None
         for rank, source in sources[a]:
-            for k in keys.cells[b].get(source, ()):
-                if any(band.onto(q, k).area(q.length, k.length) for q in queries.cells[a][rank]):
+            for k in axis.cells[b].get(source, ()):
+                if any(band.onto(q, k).area(q.length, k.length) for q in axis.cells[a][rank]):
                     return rank
         return None
 
-    return [[cell(a, b) for b in range(len(keys.cells))] for a in range(len(queries.cells))]
+    return [[cell(a, b) for b in cells] for a in cells]
 
 
 def _within(run: Run, first: int, end: int) -> Run:
     """Return the part of ``run`` with positions in ``first .. end - 1``."""
     skipped = max(-((run.start - first) // run.stride), 0)
     return Run(run.start + skipped * run.stride, max(run.length - skipped, 0), run.stride).before(end)
-
-
-def self_attention(plan: RingPlan) -> bool:
-    """Return True if queries and keys have equal lengths and shards, so that drawings show them together."""
-    return (plan.kv_local, plan.kv_length) == (plan.seq_local, plan.length)

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
-    from ring_attn_core.model.config import TransformerConfig
-    from ring_attn_core.model.memory import StepMemory, Term, Training
+from ring_attn_core.files import read_json
+from ring_attn_core.model.config import TransformerConfig
+from ring_attn_core.model.llama import config_of as read_llama
+from ring_attn_core.model.memory import StepMemory, Term, Training, longest, peak_memory, total, weights
+from ring_attn_core.model.shapes import shape
+
+STAYS = {
+    "keep": "all activations",
+    "recompute": "every block's input, out and lse",
+    "offload": "two blocks' input, out and lse",
+}
 
 
 class MemoryOptions(NamedTuple):
@@ -29,80 +40,46 @@ class MemoryOptions(NamedTuple):
 
 def answer(options: MemoryOptions) -> RenderableType:
     """Return a verdict, the most tokens per GPU or whether ``options.tokens`` fit, and a table of the memory that they take."""
-    from rich.console import Group
-    from rich.text import Text
-
-    from ring_attn_core.model.memory import Training, longest, peak_memory, weights
-
     config = config_of(options.model)
     for name, size in (("memory", options.memory), ("host-memory", options.host_memory)):
         if size is not None and not 0 < size < 1e6:
             raise ValueError(f"--{name} must be a number of GiB above 0, got {size:g}")
-    limit, host = _bytes(options.memory), None if options.host_memory is None else _bytes(options.host_memory)
+    limit, host = int(options.memory * 2**30), None if options.host_memory is None else int(options.host_memory * 2**30)
     wanted = Training(gpus=options.gpus, tokens=1 if options.tokens is None else options.tokens, activations=options.activations)
     tokens = options.tokens or longest(config, wanted, limit, host)
     if not tokens:
-        raise ValueError(_too_small(config, wanted, options))
-    training = Training(gpus=options.gpus, tokens=tokens, activations=options.activations)
-    memory = peak_memory(config, training)
-    lines = [
-        Text(f"{options.model}: {weights(config):,} weights, activations={training.activations!r}", style="bold"),
-        Text(_verdict(options, training, memory)),
-        Text(_fixed(training)),
-    ]
-    return Group(*lines, _table(memory))
+        least = _gib(peak_memory(config, wanted).peak)
+        few = "" if host is None else f", or {options.host_memory:g} GiB of the host are too few"
+        raise ValueError(
+            f"{options.model} fits no 1,024 tokens a GPU: one token takes {least} GiB of {options.memory:g}{few}; take more GPUs"
+        )
+    memory = peak_memory(config, replace(wanted, tokens=tokens))
+    offloaded = total(memory.host)
+    verdict = f"{tokens:,} tokens a GPU, {tokens * options.gpus:,} on {options.gpus}"
+    if options.tokens is None:
+        verdict = f"at most {verdict}"
+    else:
+        fits = memory.peak <= limit and (host is None or offloaded <= host)
+        verdict += " fit" if fits else " do not fit"
+    verdict += f": {_gib(memory.peak)} GiB of {options.memory:g}"
+    verdict += f" and {_gib(offloaded)} GiB of the host for each GPU" if offloaded else ""
+    return Group(
+        Text(f"{options.model}: {weights(config):,} weights, activations={options.activations!r}", style="bold"),
+        Text(verdict),
+        Text("on the GPU stay weights, gradients and moments, sharded over all of them, and " + STAYS[options.activations]),
+        _table(memory),
+    )
 
 
 def config_of(model: str) -> TransformerConfig:
     """Return the config of ``model``: a published model's name, or the path of a .json of this library or of Hugging Face."""
-    from ring_attn_core.files import read_json
-    from ring_attn_core.model.config import TransformerConfig
-    from ring_attn_core.model.llama import config_of
-    from ring_attn_core.model.shapes import shape
-
     if not model.endswith(".json"):
         return shape(model)
     found = read_json(Path(model))
-    return config_of(found) if "model_type" in found else TransformerConfig.from_json(json.dumps(found))
-
-
-def _verdict(options: MemoryOptions, training: Training, memory: StepMemory) -> str:
-    from ring_attn_core.model.memory import total
-
-    tokens, host = f"{training.tokens:,} tokens a GPU, {training.tokens * training.gpus:,} on {training.gpus}", total(memory.host)
-    needed = f"{_gib(memory.peak)} GiB of {options.memory:g}" + (
-        f" and {_gib(host)} GiB of the host for each GPU" if host else ""
-    )
-    if options.tokens is None:
-        return f"at most {tokens}: {needed}"
-    limit = options.host_memory
-    fits = memory.peak <= _bytes(options.memory) and (limit is None or host <= _bytes(limit))
-    return f"{tokens} {'fit' if fits else 'do not fit'}: {needed}"
-
-
-def _fixed(training: Training) -> str:
-    inputs = {
-        "keep": "all activations",
-        "recompute": "every block's input, out and lse",
-        "offload": "two blocks' input, out and lse",
-    }
-    return f"on the GPU stay weights, gradients and moments, sharded over all of them, and {inputs[training.activations]}"
-
-
-def _too_small(config: TransformerConfig, wanted: Training, options: MemoryOptions) -> str:
-    from ring_attn_core.model.memory import peak_memory
-
-    least = _gib(peak_memory(config, wanted).peak)
-    host = "" if options.host_memory is None else f", or {options.host_memory:g} GiB of the host are too few"
-    return f"{options.model} fits no 1,024 tokens a GPU: one token takes {least} GiB of {options.memory:g}{host}; take more GPUs"
+    return read_llama(found) if "model_type" in found else TransformerConfig.from_json(json.dumps(found))
 
 
 def _table(memory: StepMemory) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    from ring_attn_core.model.memory import total
-
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("GiB", justify="right", no_wrap=True)
     table.add_column("what", no_wrap=True)
@@ -122,10 +99,6 @@ def _table(memory: StepMemory) -> Table:
     if memory.host:
         add("on the host, for each GPU", memory.host)
     return table
-
-
-def _bytes(gib: float) -> int:
-    return int(gib * 2**30)
 
 
 def _gib(size: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,13 @@ KINDS = {
     "documents": ("--documents gives the length and compares all layouts", "documents layout mask ranks"),
     "tree": ("--tree gives the length and compares all layouts", "tree layout ranks"),
     "batches": ("--batches gives the length and has one layout", "batches ranks tokens"),
-    "comparison": ("--all-layouts compares the layouts of one length in a table", "all_layouts mask ranks length kv_length"),
-    "drawing": ("a drawn plan has no sizes of a model (pass --model or --gpus)", "layout mask ranks length kv_length save"),
+    "drawing": ("a drawn plan has no sizes of a model (pass --model or --gpus)", "layout mask ranks length save"),
 }
 """For each kind of answer, the reason why it takes no other options, and the names of the options that it takes."""
 
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+MOST_RANKS = 4096
+"""Largest number of ranks in a drawn plan; drawing time grows with its square."""
 MOST_TOKENS, MOST_SEGMENTS = 2**24, 10_000
 """Largest numbers of tokens, and of documents or tree segments, that ``--documents`` and ``--tree`` accept."""
 
@@ -35,6 +38,28 @@ def check_used(context: typer.Context, kind: str) -> None:
         raise ValueError(f"{reason}: leave out {', '.join(unused)}")
 
 
+def check_drawable(ranks: int) -> None:
+    if ranks > MOST_RANKS:
+        raise ValueError(f"a plan of {ranks} ranks is too large to draw, for it has a line for each: pass at most {MOST_RANKS}")
+
+
+def check_drawn(option: str, tokens: int, segments: int) -> None:
+    """Raise ValueError above MOST_TOKENS or MOST_SEGMENTS, which would take long to assign to ranks and to draw."""
+    if tokens > MOST_TOKENS or segments > MOST_SEGMENTS:
+        raise ValueError(
+            f"{option} draws at most {MOST_SEGMENTS:,} segments or documents of {MOST_TOKENS:,} tokens in all, got "
+            f"{segments:,} of {tokens:,} tokens: pass fewer"
+        )
+
+
+def tokens(text: str) -> int:
+    """Return a number of tokens such as ``8192`` or ``10M``; K, M and G stand for 2^10, 2^20 and 2^30."""
+    found = re.fullmatch(r"\s*([+-]?\d+)\s*([kKmMgG]?)\s*", text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a number of tokens such as 8192, 128K or 10M")
+    return int(found[1]) * UNITS[found[2].upper()]
+
+
 def read_words(text: str, option: str) -> list[str]:
     """Return the words, between commas or white space, of the file at the path ``text`` or, without such a file, of ``text``."""
     path = Path(text)
@@ -46,12 +71,3 @@ def read_words(text: str, option: str) -> list[str]:
         return (path.read_text("utf-8") if is_file else text).replace(",", " ").split()
     except UnicodeDecodeError as error:
         raise ValueError(f"{option} takes a file of numbers in UTF-8, and {path} is not text: name another") from error
-
-
-def check_drawn(option: str, tokens: int, segments: int) -> None:
-    """Raise ValueError above MOST_TOKENS or MOST_SEGMENTS, which would take long to assign to ranks and to draw."""
-    if tokens > MOST_TOKENS or segments > MOST_SEGMENTS:
-        raise ValueError(
-            f"{option} draws at most {MOST_SEGMENTS:,} segments or documents of {MOST_TOKENS:,} tokens in all, got "
-            f"{segments:,} of {tokens:,} tokens: pass fewer"
-        )

@@ -1,9 +1,11 @@
-"""The drawing of packed documents over a ring: the ranks that hold them, and the work and traffic of each layout."""
+"""The answers about packed documents, a prefix tree and microbatches: the ranks that hold them, their work and traffic."""
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -13,8 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ring_attn_core import layouts
+from ring_attn_core.data.balanced_trees import balanced_tree_layout, tree_work
+from ring_attn_core.data.trees import Tree, trees_of
 from ring_attn_core.plan.balanced import RankWork, balanced_layout, work_of
 from ring_attn_core.plan.balanced_layout import BalancedLayout
+from ring_attn_core.plan.batches import plan_batches
 from ring_attn_core.plan.documents import PackedDocuments
 from ring_attn_core.plan.needed import NeededPlan
 from ring_attn_core.plan.ring import RingPlan
@@ -23,30 +28,24 @@ from ring_attn_core.runs import Band, Run
 
 from .options import check_drawn, read_words
 from .terminal import rank_cell
-from .words import mask_in_words, short
+from .words import count_in_words, mask_in_words, short
 
 BALANCED = "balanced"
+MOST_DOCUMENTS = 100_000
+"""The largest number of documents that ``--batches`` accepts; their layouts take minutes."""
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class PackedPlan(NamedTuple):
-    """Packed documents, by their lengths, in one layout of a ring.
+    """Packed documents or the segments of a tree (``parts``, their lengths) in one layout of a ring.
     ``seq_local``: tokens per shard, padding included. ``runs``, without padding, and ``work`` (cost of visible pairs, keys of
     other ranks): by rank."""
 
     layout: str
-    documents: tuple[int, ...]
+    parts: tuple[int, ...]
     seq_local: int
     runs: list[tuple[Run, ...]]
     work: list[RankWork]
-
-    @classmethod
-    def of(cls, layout: str, documents: tuple[int, ...], mask: Band, ranks: int) -> PackedPlan:
-        """Return the plan of ``documents``. Raise ValueError if the layout is unknown or an argument is invalid."""
-        dealt = balanced_layout(documents, ranks, mask=mask) if layout == BALANCED else layout
-        packed = PackedDocuments.of(documents, mask)
-        local, runs = runs_of(dealt, sum(documents), ranks)
-        return cls(layout, documents, local, runs, [work_of(packed, each) for each in runs])
 
     @property
     def balance(self) -> float:
@@ -55,24 +54,36 @@ class PackedPlan(NamedTuple):
         return max(pairs) * len(pairs) / sum(pairs) if sum(pairs) else 1.0
 
     @property
-    def share(self) -> float:
-        """Return the number of remote keys that ranks see, divided by the number that they get if each shard visits all ranks."""
-        ranks = len(self.runs)
-        return sum(each.remote for each in self.work) / max(ranks * (ranks - 1) * self.seq_local, 1)
+    def held(self) -> list[set[int]]:
+        """Return for each rank the indices of the parts that have a token on it."""
+        starts = list(accumulate(self.parts, initial=0))
+        at = lambda position: bisect_right(starts, position) - 1
+        dense = lambda run: range(at(run.start), at(run.start + run.length - 1) + 1)
+        parts = lambda run: dense(run) if run.stride == 1 else map(at, run.positions())
+        return [{part for run in runs for part in parts(run)} for runs in self.runs]
 
-    def documents_of(self, rank: int) -> set[int]:
-        """Return the indices of the documents that have a token on this rank."""
-        starts, found = list(accumulate(self.documents, initial=0)), set()
-        for run in self.runs[rank]:
-            if run.stride == 1:
-                last = run.start + run.length - 1
-                found.update(range(bisect_right(starts, run.start) - 1, bisect_right(starts, last)))
-            else:
-                found.update(bisect_right(starts, position) - 1 for position in run.positions())
-        return found
+    @property
+    def whole(self) -> list[int]:
+        """Return for each rank the number of parts that lie on it alone."""
+        held = self.held
+        ranks_of = Counter(part for parts in held for part in parts)
+        return [sum(ranks_of[part] == 1 for part in parts) for parts in held]
 
 
-def runs_of(layout: str | BalancedLayout, length: int, ranks: int) -> tuple[int, list[tuple[Run, ...]]]:
+def plan_documents(layout: str, documents: tuple[int, ...], mask: Band, ranks: int) -> PackedPlan:
+    """Return the plan of ``documents``. Raise ValueError if the layout is unknown or an argument is invalid."""
+    local, runs = _deal(balanced_layout(documents, ranks, mask=mask) if layout == BALANCED else layout, sum(documents), ranks)
+    packed = PackedDocuments.of(documents, mask)
+    return PackedPlan(layout, documents, local, runs, [work_of(packed, each) for each in runs])
+
+
+def plan_tree(layout: str, tree: Tree, ranks: int) -> PackedPlan:
+    """Return the plan of a prefix tree; the work of a segment includes the keys of its ancestors."""
+    local, runs = _deal(balanced_tree_layout(*tree, ranks) if layout == BALANCED else layout, tree.tokens, ranks)
+    return PackedPlan(layout, tree.lengths, local, runs, [tree_work(tree, each) for each in runs])
+
+
+def _deal(layout: str | BalancedLayout, length: int, ranks: int) -> tuple[int, list[tuple[Run, ...]]]:
     """Return the tokens of a shard, padding included, and each rank's runs of ``length`` positions, without padding."""
     if isinstance(layout, BalancedLayout):
         return layout.seq_local, [layout.held(rank) for rank in range(ranks)]
@@ -94,33 +105,81 @@ def read_documents(text: str) -> tuple[int, ...]:
     return documents
 
 
-def answer(layout: str, documents: tuple[int, ...], mask: Band, ranks: int, width: int) -> RenderableType:
-    """Return a rich renderable for ``width`` columns: a drawing of ``layout``, and tables of its ranks and of all layouts."""
+def read_batches(text: str) -> list[int]:
+    """Parse ``--batches``: a JSON list of lengths, or lengths with commas or spaces between them, or a file of either."""
+    words = [word for word in (word.strip("[]") for word in read_words(text, "--batches")) if word]
+    try:
+        lengths = list(map(int, words))
+    except ValueError as error:
+        raise ValueError(f"--batches takes lengths in tokens such as [4096, 512], or a file of them, got {text!r}") from error
+    if len(lengths) > MOST_DOCUMENTS:
+        raise ValueError(f"--batches lays out at most {MOST_DOCUMENTS:,} documents, got {len(lengths):,}: pass fewer")
+    return lengths
 
-    drawn = PackedPlan.of(layout, documents, mask, ranks)
-    others = [PackedPlan.of(name, documents, mask, ranks) for name in (BALANCED, *layouts.LAYOUTS) if name != layout]
+
+def read_tree(text: str) -> Tree:
+    """Parse ``--tree``: the segments of a prefix tree in depth-first order, or the path of a file that holds them.
+    A segment is ``length`` or ``parent:length``, -1 for a root; ``x16`` repeats it. Without parents, the first segment is the
+    prompt and the later ones are its completions."""
+    words = read_words(text, "--tree")
+    found = [re.fullmatch(r"(?:(-?\d+):)?(\d+)(?:x([1-9]\d*))?", word, re.ASCII) for word in words]
+    if not all(found) or not words:
+        raise ValueError(
+            "--tree takes the tokens of a prompt and of its completions such as 4096,512x8, segments as parent:length such as "
+            f"-1:4096 0:512 0:64 2:300, or a file of them, got {text!r}"
+        )
+    parts = [(parent, int(length), int(times or 1)) for parent, length, times in (x.groups() for x in found if x)]
+    check_drawn("--tree", sum(length * times for _, length, times in parts), sum(times for *_, times in parts))
+    segments = [(parent, length) for parent, length, times in parts for _ in range(times)]
+    parents = [int(parent) if parent else min(i, 1) - 1 for i, (parent, _) in enumerate(segments)]
+    return trees_of(parents, [length for _, length in segments])[0]
+
+
+def answer_documents(layout: str, documents: tuple[int, ...], mask: Band, ranks: int, width: int) -> RenderableType:
+    """Return a rich renderable for ``width`` columns: a drawing of ``layout``, and tables of its ranks and of all layouts."""
+    drawn = plan_documents(layout, documents, mask, ranks)
     sizes = f"{min(documents):,} to {max(documents):,}" if len(set(documents)) > 1 else f"{documents[0]:,}"
-    count = f"{len(documents)} document{'s' if len(documents) > 1 else ''} of {sizes} tokens, {sum(documents):,} in all"
-    title = f"{layout} layout, {mask_in_words(mask)}, {ranks} rank{'s' if ranks > 1 else ''}"
-    held = [drawn.documents_of(rank) for rank in range(ranks)]
-    rank_counts = [sum(document in each for each in held) for document in range(len(documents))]
-    whole = rank_counts.count(1)
+    whole = sum(drawn.whole)
     sent, direct = _under_direct(documents, mask, ranks) if layout == BALANCED else (None, [])
     lines = [
-        Text(title, style="bold"),
-        Text(count),
-        Text(f"balance {drawn.balance:.3f} (most pairs of a rank over the mean; 1 is perfect)"),
-        Text(f"{whole} of {len(documents)} documents on one rank: their keys do not travel"),
-        *map(Text, direct),
-        Text(),
-        *strips(drawn, width),
+        f"{layout} layout, {mask_in_words(mask)}, {count_in_words(ranks, 'rank')}",
+        f"{count_in_words(len(documents), 'document')} of {sizes} tokens, {sum(documents):,} in all",
+        f"balance {drawn.balance:.3f} (most pairs of a rank over the mean; 1 is perfect)",
+        f"{whole} of {len(documents)} documents on one rank: their keys do not travel",
+        *direct,
     ]
-    return Group(
-        *lines,
-        rank_table(drawn, [(sum(rank_counts[d] == 1 for d in each), len(each)) for each in held], sent=sent),
-        layout_table([drawn, *others]),
-        Text('only the balanced layout, with the strategy "direct", sends these keys alone', style="dim"),
-    )
+    note = Text('only the balanced layout, with the strategy "direct", sends these keys alone', style="dim")
+    make = lambda name: plan_documents(name, documents, mask, ranks)
+    return Group(*_draw(drawn, lines, width, "documents", make, sent), note)
+
+
+def answer_tree(layout: str, tree: Tree, ranks: int, width: int) -> RenderableType:
+    """Return a rich renderable for ``width`` columns: a drawing of ``layout``, and tables of its ranks and of all layouts."""
+    drawn = plan_tree(layout, tree, ranks)
+    inner = {parent for parent in tree.parents if parent >= 0}
+    paths = zip(tree.depths(), tree.lengths, strict=True)
+    rollouts = [depth + length for segment, (depth, length) in enumerate(paths) if segment not in inner]
+    tokens, pairs = sum(rollouts), sum(path * (path + 1) // 2 for path in rollouts)
+    own = int(sum(each.pairs for each in drawn.work))
+    lines = [
+        f"{layout} layout, prefix tree, {count_in_words(ranks, 'rank')}",
+        f"{len(tree.lengths)} segments, {len(rollouts)} rollouts of up to {max(rollouts):,} tokens",
+        f"{tree.tokens:,} tokens, {tokens:,} in rollouts alone: {tokens / tree.tokens:.1f} times fewer",
+        f"{short(own)} pairs, {short(pairs)} in rollouts alone: {pairs / own:.1f} times fewer",
+        f"balance {drawn.balance:.3f} (most pairs of a rank over the mean; 1 is perfect)",
+    ]
+    return Group(*_draw(drawn, lines, width, "segments", lambda name: plan_tree(name, tree, ranks)))
+
+
+def answer_batches(lengths: list[int], ranks: int, tokens: int) -> RenderableType:
+    """Return a rich renderable: what the plan says in words, and a row for each microbatch of ``ranks`` x ``tokens`` tokens."""
+    plan = plan_batches(lengths, ranks, tokens)
+    table = _number_table("microbatch", ("documents", "tokens", "longest", "pairs", "max/mean"), padding=(0, 1))
+    for number, batch in enumerate(plan):
+        counts = f"{len(batch.documents):,}", f"{sum(batch.lengths):,}", f"{max(batch.lengths):,}"
+        table.add_row(str(number), *counts, short(int(batch.pairs)), f"{batch.balance:.3f}")
+    table.caption, table.caption_justify = "max/mean: most pairs of a rank over the mean of the ranks", "left"
+    return Group(Text(str(plan)), table)
 
 
 def _under_direct(documents: tuple[int, ...], mask: Band, ranks: int) -> tuple[list[int], list[str]]:
@@ -128,19 +187,27 @@ def _under_direct(documents: tuple[int, ...], mask: Band, ranks: int) -> tuple[l
     layout = balanced_layout(documents, ranks, mask=mask)
     plan = NeededPlan(layout, mask, ranks, layout.seq_local, by_documents=True)
     sent = [sum(plan.tokens(owner, reader) for reader in range(ranks)) for owner in range(ranks)]
-    hops = len(RingPlan(layout, mask, ranks, layout.seq_local).hops)
     if not plan.exchanges:
         return sent, []
-    share = plan.busiest() / (hops * layout.seq_local)
+    share = plan.busiest() / (len(RingPlan(layout, mask, ranks, layout.seq_local).hops) * layout.seq_local)
     of_ring = f"the busiest rank receives or sends {share:.0%} of the keys that a ring brings it"
     return sent, [f'strategy "direct": {of_ring}; "auto" takes it up to {HALF:.0%}']
 
 
-def strips(plan: PackedPlan, width: int, what: str = "documents") -> list[Text]:
-    """Draw the positions as text lines of equal cells: the documents, below them the ranks, and a legend.
-    A cell shows the letter of the document that fills more than half of it, else ".", and the rank with most of its tokens; "/"
-    marks padding. ``what``: the heading, a plural."""
+def _draw(
+    drawn: PackedPlan, lines: list[str], width: int, what: str, make: Callable[[str], PackedPlan], sent: list[int] | None = None
+) -> list[RenderableType]:
+    """Return ``lines`` (the first in bold), a drawing of the tokens, and the tables of the ranks and of all layouts.
+    ``what``: the parts, a plural. ``make``: plans another layout. ``sent``: keys that each rank sends under "direct"."""
+    others = [make(name) for name in (BALANCED, *layouts.LAYOUTS) if name != drawn.layout]
+    head = [Text(lines[0], style="bold"), *map(Text, lines[1:]), Text()]
+    return [*head, *_strips(drawn, width, what), _rank_table(drawn, what, sent), _layout_table([drawn, *others])]
 
+
+def _strips(plan: PackedPlan, width: int, what: str) -> list[Text]:
+    """Draw the positions as text lines of equal cells: the parts, below them the ranks, and a legend.
+    A cell shows the letter of the part that fills more than half of it, else ".", and the rank with most of its tokens; "/"
+    marks padding."""
     held = plan.seq_local * len(plan.runs)
     block = max(-(-held // max(width - 28, width // 2)), 1)
     cells: list[dict[int, int]] = [{} for _ in range(0, held, block)]
@@ -150,12 +217,12 @@ def strips(plan: PackedPlan, width: int, what: str = "documents") -> list[Text]:
             for cell in range(run.start // block, last // block + 1):
                 tokens = run.before((cell + 1) * block).length - run.before(cell * block).length
                 cells[cell][rank] = cells[cell].get(rank, 0) + tokens
-    starts = list(accumulate(plan.documents, initial=0))
+    starts = list(accumulate(plan.parts, initial=0))
     letters, ranks = Text(f"{what:<10}"), Text("ranks     ")
     for cell, counts in enumerate(cells):
         first, end = cell * block, min((cell + 1) * block, starts[-1])
         at = bisect_right(starts, (first + end) // 2) - 1
-        covers = at < len(plan.documents) and min(starts[at + 1], end) - max(starts[at], first) > block // 2
+        covers = at < len(plan.parts) and min(starts[at + 1], end) - max(starts[at], first) > block // 2
         letters.append(_LETTERS[at % 26] if covers else "." if counts else "/", style="" if covers else "dim")
         ranks.append(*(rank_cell(max(counts, key=lambda rank: counts[rank])) if counts else ("/", "dim")))
     ranks.append(f"  {block:,} tokens a cell" if block > 1 else "", style="dim")
@@ -164,39 +231,33 @@ def strips(plan: PackedPlan, width: int, what: str = "documents") -> list[Text]:
     return [letters, ranks, *([Text(f"{'':<10}{used}", style="dim")] if used else [])]
 
 
-def rank_table(
-    plan: PackedPlan, documents: Sequence[tuple[int, int]], what: str = "documents", sent: Sequence[int] | None = None
-) -> Table:
-    """Return a table with a row for each rank: its runs, documents, pairs, share of the mean work, and keys of other ranks.
-    ``documents``: for each rank, (wholly on it, with any token on it). ``sent``: keys that it sends under "direct", if shown."""
-
+def _rank_table(plan: PackedPlan, what: str, sent: Sequence[int] | None) -> Table:
+    """Return a table with a row for each rank: its runs, parts, pairs, share of the mean work, and keys of other ranks."""
     names = "runs", f"{what} whole", "in part", "pairs", "share", "keys of other ranks", *(["keys sent"] if sent else [])
-    table = _number_table("rank", names)
-    mean = sum(each.pairs for each in plan.work) / len(plan.work)
-    for rank, (work, (whole, some)) in enumerate(zip(plan.work, documents, strict=True)):
+    table, mean = _number_table("rank", names), sum(each.pairs for each in plan.work) / len(plan.work)
+    for rank, (work, whole, held) in enumerate(zip(plan.work, plan.whole, plan.held, strict=True)):
+        counts = len(plan.runs[rank]), whole, len(held) - whole
         share = f"{work.pairs / mean:.3f}" if mean else "-"
-        counts = (len(plan.runs[rank]), whole, some - whole)
         keys = [f"{work.remote:,}", *([f"{sent[rank]:,}"] if sent else [])]
         table.add_row(Text(f" {rank} ", rank_cell(rank)[1]), *map(str, counts), short(int(work.pairs)), share, *keys)
     return table
 
 
-def layout_table(plans: list[PackedPlan]) -> Table:
-    """Return a table with a row per plan: balance, most pairs of any rank, remote keys of all ranks, and ``PackedPlan.share``."""
-
+def _layout_table(plans: list[PackedPlan]) -> Table:
+    """Return a table with a row per plan: balance, most pairs of a rank, and remote keys, also as a share of a ring's."""
     table = _number_table("layout", ("balance", "most pairs", "keys of other ranks", "of a ring"))
     for plan in plans:
-        remote = sum(each.remote for each in plan.work)
+        remote, ranks = sum(each.remote for each in plan.work), len(plan.runs)
+        share = remote / max(ranks * (ranks - 1) * plan.seq_local, 1)
         pairs = short(int(max(each.pairs for each in plan.work)))
-        table.add_row(plan.layout, f"{plan.balance:.3f}", pairs, f"{remote:,}", f"{100 * plan.share:.1f} %")
+        table.add_row(plan.layout, f"{plan.balance:.3f}", pairs, f"{remote:,}", f"{100 * share:.1f} %")
     table.caption = "of a ring: keys of other ranks that are seen, as a share of those that a ring sends"
     table.caption_justify = "left"
     return table
 
 
-def _number_table(label: str, names: Sequence[str]) -> Table:
-    """Return an empty table with a column of labels and right-aligned columns of numbers."""
-    table = Table(box=box.SIMPLE_HEAD, padding=0)
+def _number_table(label: str, names: Sequence[str], padding: tuple[int, int] = (0, 0)) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=padding)
     table.add_column(label, no_wrap=True)
     for name in names:
         table.add_column(name, justify="right")

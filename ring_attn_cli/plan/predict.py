@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
-    from ring_attn_core.problem.problem import Problem
-    from ring_attn_core.problem.strategies import Strategy
+from ring_attn_core import layouts, masks
+from ring_attn_core.plan.two_level import TwoLevel
+from ring_attn_core.plan.ulysses import Ulysses
+from ring_attn_core.problem.auto import choose
+from ring_attn_core.problem.options import Options
+from ring_attn_core.problem.problem import Problem
+from ring_attn_core.problem.strategies import Strategy, group_of, name_of, objection
+from ring_attn_core.problem.traffic import traffic
 
-    from .gpus import Machine
-    from .load import Load
+from .cost import memory, seconds
+from .gpus import GPUS, Machine
+from .load import Load
+from .memory import config_of
+from .words import title
 
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 MOST_GPUS = 4096
 """Most GPUs in a prediction; the time to compute a prediction grows with their number."""
 
@@ -36,35 +47,18 @@ class PredictOptions(NamedTuple):
     host_gpus: int
 
 
-def tokens(text: str) -> int:
-    """Return a number of tokens such as ``8192`` or ``10M``; K, M and G stand for 2^10, 2^20 and 2^30."""
-    found = re.fullmatch(r"\s*([+-]?\d+)\s*([kKmMgG]?)\s*", text)
-    if found is None:
-        raise ValueError(f"{text!r} is not a number of tokens such as 8192, 128K or 10M")
-    return int(found[1]) * UNITS[found[2].upper()]
-
-
 def heads_of(model: str | None, heads: str | None, head_dim: int | None) -> tuple[str, int]:
     """Return the heads, as ``32/8``, and the head dimension: the model's, or those passed, by default ``32/8`` and 128."""
     if model is None:
         return "32/8" if heads is None else heads, 128 if head_dim is None else head_dim
     if heads is not None or head_dim is not None:
         raise ValueError("--model gives the heads and their size: leave out --heads and --head-dim")
-    from .memory import config_of
-
     config = config_of(model)
     return f"{config.heads}/{config.kv_heads}", config.head_dim
 
 
 def answer(prediction: PredictOptions) -> RenderableType:
     """Return a table of the predicted times, or the reason why no times are predicted."""
-    from rich.console import Group
-    from rich.text import Text
-
-    from ring_attn_core.problem.auto import choose
-
-    from .words import title
-
     machine, problem = machine_of(prediction.machine), problem_of(prediction)
     plan, load = problem.check(), load_of(problem, prediction.host_gpus)
     taken = choose(problem, reach=load.hosts == 1)
@@ -80,9 +74,6 @@ def answer(prediction: PredictOptions) -> RenderableType:
 
 
 def machine_of(text: str) -> Machine:
-    """Return the machine whose GPUs are named ``text``."""
-    from .gpus import GPUS
-
     found = GPUS.get(text.removeprefix("NVIDIA "))
     if found is None:
         names = ", ".join(GPUS)
@@ -92,10 +83,6 @@ def machine_of(text: str) -> Machine:
 
 def problem_of(prediction: PredictOptions) -> Problem:
     """Return the attention call to predict, with one batch row in bfloat16. ``Problem.check`` checks the rest."""
-    from ring_attn_core import layouts, masks
-    from ring_attn_core.problem.options import Options
-    from ring_attn_core.problem.problem import Problem
-
     if not 2 <= prediction.gpus <= MOST_GPUS:
         raise ValueError(f"--gpus must be 2 to {MOST_GPUS}, got {prediction.gpus}")
     if prediction.host_gpus < 1:
@@ -111,18 +98,11 @@ def problem_of(prediction: PredictOptions) -> Problem:
 
 
 def load_of(problem: Problem, host_gpus: int) -> Load:
-    """Return the sizes of the problem for the cost model."""
-    from .load import Load
-
     return Load(problem.plan, problem.q_shape[2], problem.k_shape[2], problem.k_shape[3], host_gpus)
 
 
 def candidates(load: Load) -> Iterator[Strategy]:
     """Yield the strategies that can run the call: between GPUs of one host or of several."""
-    from ring_attn_core.plan.two_level import TwoLevel
-    from ring_attn_core.plan.ulysses import Ulysses
-    from ring_attn_core.problem.strategies import objection
-
     of_hosts = (Ulysses(ranks=load.local), TwoLevel(ranks=load.local)) if load.local > 1 else ()
     for strategy in ("ring", "direct", "two_way", "gather", "ulysses", *(of_hosts if load.hosts > 1 else ("push",))):
         if objection(strategy, load.plan.ranks, load.heads) is None:
@@ -130,13 +110,6 @@ def candidates(load: Load) -> Iterator[Strategy]:
 
 
 def _table(problem: Problem, load: Load, machine: Machine) -> RenderableType:
-    from rich import box
-    from rich.table import Table
-
-    from ring_attn_core.problem.strategies import group_of, name_of
-
-    from .cost import memory, seconds
-
     ideal = load.ideal(machine).both
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("strategy", no_wrap=True)
@@ -160,10 +133,6 @@ def _table(problem: Problem, load: Load, machine: Machine) -> RenderableType:
 
 def sent(problem: Problem, load: Load, strategy: Strategy) -> list[str]:
     """Return the most GiB that any rank in ``load.sample`` sends in the forward and in the backward, as texts such as "0.25"."""
-    from dataclasses import replace
-
-    from ring_attn_core.problem.traffic import traffic
-
     named = replace(problem, options=replace(problem.options, strategy=strategy))
     passes = zip(*(traffic(named, rank) for rank in load.sample), strict=True)
     return [f"{max(each.bytes for each in ranks) / 2**30:.2f}" for ranks in passes]

@@ -66,5 +66,4 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """Return the time at which the call ends, in seconds."""
         return max(self.gpu, self.host)

@@ -5,15 +5,10 @@ from __future__ import annotations
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.runs import Band
 
-from .cells import self_attention
-
 
 def title(plan: RingPlan) -> str:
-    """Return layout, mask, ranks and lengths in one line."""
-    tokens = _count(plan.length, "token")
-    if not self_attention(plan):
-        tokens = f"{_count(plan.length, 'query')}, {_count(plan.kv_length, 'key')}"
-    return f"{plan.layout} layout, {mask_in_words(plan.mask)}, {_count(plan.ranks, 'rank')}, {tokens}"
+    counts = f"{count_in_words(plan.ranks, 'rank')}, {count_in_words(plan.length, 'token')}"
+    return f"{plan.layout} layout, {mask_in_words(plan.mask)}, {counts}"
 
 
 def mask_in_words(band: Band) -> str:
@@ -33,8 +28,8 @@ def travel_in_words(plan: RingPlan) -> str:
     if not hops:
         return "1 step, nothing travels"
     at = f"0 to {shifts[-1]}" if len(shifts) > 2 and len(shifts) == shifts[-1] + 1 else _listed(shifts)
-    by = f"{_count(len(hops), 'hop')} by {hops[0]}" if len(set(hops)) == 1 else f"hops by {_listed(hops)}"
-    return f"{_count(len(shifts), 'step')} at shifts {at}, {by}, gradients go home by {plan.home}"
+    by = f"{count_in_words(len(hops), 'hop')} by {hops[0]}" if len(set(hops)) == 1 else f"hops by {_listed(hops)}"
+    return f"{count_in_words(len(shifts), 'step')} at shifts {at}, {by}, gradients go home by {plan.home}"
 
 
 def holds(runs: tuple[tuple[int, int, int, int], ...]) -> str:
@@ -55,8 +50,8 @@ def short(pairs: int) -> str:
     return f"{float(mantissa) * 10**rest:.{2 - rest}f}{'kMGTPE'[thousands - 1]}"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun if number == 1 else {'query': 'queries'}.get(noun, noun + 's')}"
+def count_in_words(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _listed(numbers: tuple[int, ...]) -> str:

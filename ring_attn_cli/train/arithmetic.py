@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
+from ring_attn_core.lazy_numpy import np
+
 from .config import Optimizer
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ring_attn_core.model.config import TransformerConfig
     from ring_attn_core.model.lora import LoRA
 
@@ -72,8 +72,6 @@ def first_weights(like: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
     """Draw a model's initial weights, seeded by name and ``seed``, the same in both frameworks; ``like`` gives shapes and dtypes.
     Norms and D start at 1, biases and sinks at 0, decays as ``first_decays``, others normal with std 0.02 for the embedding and
     ``in^-0.5`` for matrices [out, in]; of a convolution, ``in`` is its number of taps."""
-    import numpy as np
-
     from ring_attn_core.model.mixers import first_decays
 
     def drawn(name: str, x: np.ndarray) -> np.ndarray:
@@ -91,7 +89,6 @@ def first_adapters(lora: LoRA, config: TransformerConfig, seed: int) -> dict[str
     """Draw the initial float64 matrices (A, B) of each adapter, by projection, the same in both frameworks.
     A [rank, in] is uniform between ``-in^-0.5`` and ``in^-0.5``, as in peft (Kaiming's bound with a negative slope of 5^0.5),
     seeded by name and ``seed``. B [out, rank] is 0."""
-    import numpy as np
 
     def drawn(name: str, a: tuple[int, int], b: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         return _generator(f"{name}.adapter.a", seed).uniform(-(a[1] ** -0.5), a[1] ** -0.5, a), np.zeros(b)
@@ -100,8 +97,6 @@ def first_adapters(lora: LoRA, config: TransformerConfig, seed: int) -> dict[str
 
 
 def _generator(name: str, seed: int) -> np.random.Generator:
-    import numpy as np
-
     return np.random.default_rng([seed % 2**64, crc32(name.encode())])
 
 

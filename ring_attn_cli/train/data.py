@@ -1,11 +1,12 @@
-"""The checks of a run's data and initial weights, made before the ranks train."""
+"""The data and the weights of a run: their checks, made before the ranks train, and the model, by the package of a framework."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config import Config, Data
+from .arithmetic import first_adapters, first_weights
+from .config import DTYPES, Config, Data
 
 if TYPE_CHECKING:
     from ring_attn_core.model.config import TransformerConfig
@@ -70,7 +71,6 @@ def check_vocab(data: int | None, model: int) -> None:
 
 
 def _check_init_from(config: Config) -> None:
-    """Raise ValueError if ``init_from`` is not a folder of weights, or if ``lora`` does not fit its model."""
     if config.init_from is None:
         return
     if not Path(config.init_from, "config.json").is_file():
@@ -102,3 +102,28 @@ def is_llama(folder: str) -> bool:
         return "model_type" in read_json(Path(folder, "config.json"))
     except (OSError, ValueError):
         return False  # load_weights raises the error
+
+
+def build_model(config: Config, package: Any, first: dict[str, Any], **options: Any) -> Any:
+    """Load the model from ``init_from`` if set, else draw weights by ``first_weights``. Add adapters if ``lora`` is set.
+    ``first``: the constructor's options that a load lacks. ``options``: the ring's, which both take."""
+    options |= config.ring.model_options
+    if config.init_from is not None:
+        load = package.load_llama if is_llama(config.init_from) else package.load_weights
+        param_dtype, compute_dtype = (config.model.get(name) for name in DTYPES)
+        model = load(config.init_from, dtype=param_dtype, compute_dtype=compute_dtype, **options)
+    else:
+        model = package.RingTransformer.from_config(config.transformer(), **options, **first)
+        package.from_numpy(model, first_weights(package.to_numpy(model), config.seed))
+    if config.lora is not None:
+        adapters = first_adapters(config.lora, model.config, config.seed)
+        package.training.lora.add_adapters(model, config.lora, adapters)
+    return model
+
+
+def save_model(config: Config, package: Any, model: Any, **group: Any) -> None:
+    """Save the weights in the run's folder; with LoRA, first save the adapters and merge them into the weights."""
+    if config.lora is not None:
+        package.training.lora.save_adapters(model, config.lora, Path(config.out, "adapters"), config.init_from, **group)
+        package.training.lora.merge_adapters(model)
+    package.save_weights(model, Path(config.out, "weights"), **group)

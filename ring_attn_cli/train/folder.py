@@ -1,15 +1,17 @@
-"""Checks of a run's folder before training: its newest checkpoint, the framework that wrote it, and changes of the config."""
+"""A run's folder: the checks before training, of its checkpoints and changes of the config, and its lock."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ring_attn_core.files import read_json
 from ring_attn_core.model.checkpoint_folder import RUN, CheckpointFolder
+from ring_attn_core.model.folder_lock import LOCK, FolderLock
 
 from .config import Config
-from .lock import LOCK
 
 CHECKPOINTS = "checkpoints"
 NAMES = {"torch": "step-{:09}", "jax": "step_{}"}
@@ -81,3 +83,26 @@ def differences(before: dict[str, Any], now: dict[str, Any], table: str = "") ->
         elif old != new and key != "out":
             found.append(f"{key} was {old} and is {new}")
     return found
+
+
+@contextmanager
+def hold(config: Config, first: bool = True, share: Callable[[str], str] = str) -> Iterator[None]:
+    """Lock the folder of a run until the block ends, because a second run would overwrite its files.
+    ``first``: True in the one process that locks. ``share``: returns the first process's text in each process. The system
+    releases the lock of a killed process; on a file system without locks nothing keeps other runs out."""
+    lock, objection, out = None, "", Path(config.out)
+    if first:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            lock = FolderLock(out, "trains there", "pass another --out FOLDER")
+        except ValueError as error:
+            objection = str(error)
+        except OSError as error:
+            objection = f"{out / LOCK} cannot be written ({error.strerror}): pass another --out FOLDER"
+    try:
+        if objection := share(objection):
+            raise ValueError(objection)
+        yield
+    finally:
+        if lock is not None:
+            lock.forget()

@@ -29,16 +29,15 @@ from ring_attn_jax import (
     loss,
     shard_batch,
 )
-from ring_attn_jax.training import lora  # noqa: F401  # model.py takes it from the package
+from ring_attn_jax.training import lora  # noqa: F401  # data.py takes it from the package
 
 from ..processes import hold_interrupts
 from .arithmetic import rates
 from .config import DTYPES, Config
-from .data import check_vocab, dataset_arguments
+from .data import build_model, check_vocab, dataset_arguments, save_model
 from .folder import CHECKPOINTS, extract_lora
 from .jax_mesh import AXES, make_mesh, place, weight_shardings
 from .loop import Tell, train
-from .model import build_model, save_model
 from .trainer_protocol import RunDevices, TrainStep, measure_process
 
 MAX_BYTES = 4096
@@ -72,7 +71,6 @@ def split_cpu(config: Config, processes: int | None) -> None:
 
 
 def is_first() -> bool:
-    """Return True in process 0 of the JAX program."""
     return jax.process_index() == 0
 
 

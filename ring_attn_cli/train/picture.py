@@ -10,7 +10,6 @@ TRAINING, HELD_OUT = "#4C78A8", "#E45756"
 
 
 def draw(log: Path, path: Path) -> None:
-    """Plot the log.jsonl at ``log`` and write the picture to ``path``."""
     from matplotlib.figure import Figure
 
     found = lines(log)

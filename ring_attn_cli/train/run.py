@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..processes import Terminated, WorkerGroups, check_count, check_installed, hear_interrupts
-from . import data, events, folder, lock, picture
+from . import data, events, folder, picture
 from .config import Config
 from .loop import LOG
 from .watch import TrainWatch
@@ -84,7 +84,7 @@ def _run_jax(config: Config, program: Program | None) -> None:
     if program is not None:
         jax_worker.join(program.coordinator, program.processes, program.process)
     first = jax_worker.is_first()
-    with lock.hold(config, first, jax_worker.share_text):
+    with folder.hold(config, first, jax_worker.share_text):
         with TrainWatch(config, Console(highlight=False, quiet=not first)) as watch:
             jax_worker.run(config, watch)
         if first:
@@ -105,7 +105,7 @@ def _run_torch(config: Config) -> None:
         return
     ranks = config.ring.ranks * config.ring.replicas
     check_count(ranks, "ring.ranks times ring.replicas:")
-    with lock.hold(config):
+    with folder.hold(config):
         with WorkerGroups(PATIENCE) as groups:
             members = [(rank, config, groups.store) for rank in range(ranks)]
             groups.start("PyTorch", "ring_attn_cli.train.torch_worker", members)

@@ -25,16 +25,14 @@ from ring_attn_torch import (
     shard_batch,
     sum_gradients,
 )
-from ring_attn_torch.training import lora  # noqa: F401  # model.py takes it from the package
+from ring_attn_torch.training import lora  # noqa: F401  # data.py takes it from the package
 
 from ..processes import Report
-from . import lock
 from .arithmetic import rates
 from .config import Config
-from .data import check_vocab, dataset_arguments
-from .folder import CHECKPOINTS, extract_lora
+from .data import build_model, check_vocab, dataset_arguments, save_model
+from .folder import CHECKPOINTS, extract_lora, hold
 from .loop import Tell, train
-from .model import build_model, save_model
 from .torch_ranks import CPU, device_of, join_launched, member, reported_errors
 from .trainer_protocol import RunDevices, TrainStep, measure_process
 
@@ -66,7 +64,7 @@ def work_under_torchrun(config: Config, tell: Tell) -> None:
                 f"torchrun has started {dist.get_world_size()} processes, and the config has {config.ring.ranks} ranks x "
                 f"{config.ring.replicas} replicas = {ranks}: start {ranks}, or change [ring]"
             )
-        with lock.hold(config, dist.get_rank() == 0, share_text):
+        with hold(config, dist.get_rank() == 0, share_text):
             run(config, tell, device)
     finally:
         dist.destroy_process_group()
@@ -230,6 +228,5 @@ class TorchTrainer:
         return loss(hidden, labels, head=head, **options, group=self._place.everybody)
 
     def _move(self, shard: Shard) -> Shard:
-        """Move the arrays of a shard to this rank's device."""
         device = self._place.device
         return shard._replace(**{name: x.to(device) for name, x in shard._asdict().items() if isinstance(x, Tensor)})

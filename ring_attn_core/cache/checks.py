@@ -24,7 +24,6 @@ def check_tokens(spec: CacheSpec, tokens: Any) -> None:
 
 
 def check_full(spec: CacheSpec, length: int, tokens: int, row: int) -> None:
-    """Raise ValueError if cached and new tokens of a request exceed the capacity, which is unlimited with a window."""
     if spec.capacity is not None and length + tokens > spec.capacity:
         more = "reserve more" if spec.page is not None else "make the cache with a larger capacity, or with page= to let it grow"
         raise ValueError(
@@ -153,7 +152,6 @@ def check_kept(shape: tuple[int, ...], dtype: str, batch: int) -> None:
 
 
 def check_chunk(layout: str | None) -> None:
-    """Raise ValueError if ``layout``, that of a step, is None: the step is of cache.step."""
     if layout is None:
         raise ValueError("expected a step from cache.prefill_step, got one from cache.step")
 
@@ -197,7 +195,6 @@ def grown(spec: CacheSpec, counts: Sequence[Sequence[int]], tokens: Any) -> Cach
 
 
 def check_cache(cache: Any, kind: type) -> None:
-    """Raise ValueError if ``cache`` is not an instance of ``kind``, the package's KVCache."""
     if not isinstance(cache, kind):
         raise ValueError(f"cache must be a KVCache, got {in_words(cache)}: make one with KVCache.make(model.config, ...)")
 

@@ -23,7 +23,6 @@ class HostState:
 
     @property
     def empty(self) -> bool:
-        """True if all requests are known to be empty."""
         return not any(self.lengths)
 
     def appended(self, rows: Iterable[int], tokens: int) -> None:
@@ -55,7 +54,6 @@ class HostState:
         self.counts = None
 
     def reset(self, rows: Iterable[int]) -> None:
-        """Mark the requests ``rows`` as empty."""
         for row in rows:
             self.lengths[row] = self.reached[row] = 0
             if self.counts is not None:

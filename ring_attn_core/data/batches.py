@@ -1,24 +1,21 @@
-"""The batches that a rank reads from a folder, as numpy arrays. numpy is imported on first use."""
+"""The batches that a rank reads from a folder, as numpy arrays."""
 
 from __future__ import annotations
 
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from ..lazy_numpy import np
 from ..plan.balanced_layout import BalancedLayout
 from . import row_files, token_arrays
 from .cache import tokenise
 from .documents import File, TokenizedDocuments, find_files
 from .global_batches import GlobalBatches, index_of
-from .index import ShardSpan, batches_of, reads, state_of
-from .packing import DocumentSpan
+from .index import DocumentSpan, ShardSpan, batches_of, reads, state_of
 from .reader import Reader
 from .settings import COLUMN, DatasetSettings
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 def documents_of(settings: DatasetSettings) -> TokenizedDocuments:
@@ -43,22 +40,20 @@ def documents_of(settings: DatasetSettings) -> TokenizedDocuments:
 
 
 def _check_rows(files: Sequence[File], settings: DatasetSettings) -> None:
-    """Raise ValueError if the folder mixes texts and files of rows, or has only texts but ``column`` or ``chat`` is set."""
     rows, texts = ([file.name for file in files if row_files.is_row_file(file) == of] for of in (True, False))
     if rows and texts:
         raise ValueError(
             f"{settings.folder} holds files of rows such as {rows[0]} and texts such as {texts[0]}: pass "
             f"pattern='**/*{os.path.splitext(rows[0])[1]}' for the rows, or a pattern of the texts"
         )
-    if texts and settings.chat is not None:
+    kinds, wrong = ", ".join(row_files.SUFFIXES), ""
+    if settings.chat is not None:
+        wrong = f"chat={settings.chat!r} is for {kinds} files with a chat in each row"
+    elif settings.column != COLUMN:
+        wrong = f"column={settings.column!r} is for {kinds} files"
+    if texts and wrong:
         raise ValueError(
-            f"chat={settings.chat!r} is for {', '.join(row_files.SUFFIXES)} files with a chat in each row, and {settings.folder} "
-            f"holds texts such as {texts[0]}: leave it out, or pass a pattern of such files"
-        )
-    if texts and settings.column != COLUMN:
-        raise ValueError(
-            f"column={settings.column!r} is for {', '.join(row_files.SUFFIXES)} files, and {settings.folder} holds texts such as "
-            f"{texts[0]}: leave it out, or pass a pattern of such files"
+            f"{wrong}, and {settings.folder} holds texts such as {texts[0]}: leave it out, or pass a pattern of such files"
         )
 
 
@@ -104,9 +99,6 @@ class Batches:
             yield arrays
 
     def arrays(self, number: int) -> BatchArrays:
-        """Return the arrays of batch ``number``."""
-        import numpy as np
-
         of, rows = self.settings, self.index.batch(number)
         dealt = of.deal([span.count for span in spans] for spans in rows)
         runs = of.runs(dealt)
@@ -149,5 +141,4 @@ class Batches:
         return state_of(self.yielded if batches is None else batches, self._digest, self.index, self.settings)
 
     def resume(self, state: object) -> None:
-        """Start every later iteration at the batch where ``state`` was taken."""
         self.start = self.yielded = batches_of(state, self._digest, self.index, self.settings)

@@ -84,7 +84,7 @@ def _tokenizer_text(settings: DatasetSettings) -> bytes | None:
 def _key(files: Sequence[File], settings: DatasetSettings, text: bytes | None) -> str:
     tokenizer = None if text is None else sha256(text).hexdigest()
     end = None if settings.end is None else int(settings.end)
-    templates = None if settings.chat is None else template_files(settings.tokenizer)
+    templates = None if settings.chat is None or settings.tokenizer is None else template_files(settings.tokenizer)
     of_files = [(file.name, file.size, file.modified) for file in files]
     return _hash([INDEX_VERSION, tokenizer, end, settings.column, settings.chat, templates, of_files])[:32]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
+from ..constructor import takes
 from .batches import Batches
 from .settings import DatasetSettings
 
@@ -12,31 +12,8 @@ from .settings import DatasetSettings
 class FolderDataset:
     """One rank's part of each batch of packed documents from a folder of files."""
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        length: int,
-        layout: str = "zigzag",
-        ranks: int = 1,
-        rank: int | None = 0,
-        seed: int = 0,
-        *,
-        batch_size: int = 1,
-        replicas: int = 1,
-        replica: int = 0,
-        shuffle: bool = True,
-        epochs: int | None = 1,
-        last: str = "drop",
-        pattern: str = "**/*",
-        column: str = "text",
-        tokenizer: str | os.PathLike[str] | None = None,
-        end: int | None = None,
-        cache: str | os.PathLike[str] | None = None,
-        restart_positions: bool = False,
-        ignore_index: int = -100,
-        chat: str | None = None,
-        batch_tokens: int | None = None,
-    ) -> None:
+    @takes(DatasetSettings)
+    def __init__(self, settings: DatasetSettings) -> None:
         """Find the documents of a folder, and tokenise them if the cache lacks their tokens.
 
         Each file, or each row of a file, is a document. Documents are concatenated and cut into packed rows of ``length`` tokens.
@@ -77,9 +54,7 @@ class FolderDataset:
         Raise ValueError if arguments do not fit, if the data are neither text nor ids, if a file is empty, has vanished or has
         changed, if the data hold no token, or if they fill no batch with ``last="drop"``.
         """
-        arguments = dict(locals())
-        del arguments["self"]
-        self._read(DatasetSettings(**arguments))
+        self._read(settings)
 
     def _read(self, settings: DatasetSettings) -> None:
         self._batches = Batches(settings)

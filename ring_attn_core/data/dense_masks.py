@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from ..lazy_numpy import np
 from ..masks import full
 from ..runs import Band
 
@@ -66,16 +67,12 @@ class Hulls:
     """
 
     def __init__(self, rows: int, queries: int, keys: int) -> None:
-        import numpy as np
-
         self.extents, self.key_extents = np.zeros((rows, queries, 2), np.int32), np.zeros((rows, keys, 2), np.int32)
         self.counts = np.zeros((rows, queries), np.int64)
 
     def add(self, start: int, visible: Any) -> None:
         """Add a block of queries from query ``start`` on, in ascending order.
         ``visible``: bool [rows, queries of the block, keys]."""
-        import numpy as np
-
         some = slice(start, start + visible.shape[1])
         self.counts[:, some] = visible.sum(2)
         self.extents[:, some] = _hull(visible)
@@ -86,8 +83,6 @@ class Hulls:
 
     def parts(self) -> DenseMaskArguments | None:
         """Return the arguments that express the mask, a band if possible; None if it is not the intersection of its hulls."""
-        import numpy as np
-
         seen = self.key_extents[..., 1] > 0
         everybody = np.ones_like(seen)
         if (band := self._band(everybody)) is not None:
@@ -105,8 +100,6 @@ class Hulls:
 
     def _band(self, key_mask: Any) -> Band | None:
         """Return the band of fewest limits that equals the mask if combined with ``key_mask``, bool [rows, keys]; else None."""
-        import numpy as np
-
         seeing, row = self.counts > 0, np.arange(self.counts.shape[1])
         if not seeing.any():
             return full() if not key_mask.any() or not row.size else None
@@ -124,8 +117,6 @@ class Hulls:
         """Return whether each query sees all keys in its interval that ``key_mask`` permits.
         ``first``, ``end`` (exclusive), int [rows, queries] or [queries]: they contain all keys that a query sees, so it is enough
         to compare the number of permitted keys with ``counts``."""
-        import numpy as np
-
         before = np.pad(np.cumsum(key_mask, 1, dtype=np.int64), ((0, 0), (1, 0)))
         first, end = (np.broadcast_to(x, self.counts.shape) for x in (first, end))
         between = np.take_along_axis(before, end, 1) - np.take_along_axis(before, first, 1)
@@ -133,8 +124,6 @@ class Hulls:
 
     def _fitting_columns(self) -> tuple[bool, bool]:
         """Return whether the keys' hulls alone equal the mask, and whether their intersection with the queries' hulls does."""
-        import numpy as np
-
         _, queries, _ = self.extents.shape
         keys = self.key_extents.shape[1]
         first, end = np.moveaxis(self.key_extents[:, None], 3, 0)
@@ -166,8 +155,6 @@ def _blocks(queries: int, pairs: int) -> Iterable[slice]:
 
 def _hull(visible: Any) -> Any:
     """Return the tightest interval around the True entries of the last dimension, int32 [..., 2]; [0, 0) if all are False."""
-    import numpy as np
-
     if not visible.shape[-1]:
         return np.zeros((*visible.shape[:-1], 2), np.int32)
     first, end = visible.argmax(-1), visible.shape[-1] - visible[..., ::-1].argmax(-1)

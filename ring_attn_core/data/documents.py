@@ -89,7 +89,6 @@ def _hidden(parts: Iterable[str]) -> bool:
 
 
 def _check_cache(folder: Path, settings: DatasetSettings) -> None:
-    """Raise ValueError if the cache lies in the data folder and is not hidden: its files would be read as documents."""
     if settings.cache is None:
         return
     cache, data = Path(settings.cache).resolve(), folder.resolve()
@@ -146,5 +145,4 @@ def vanished(path: str, error: OSError) -> ValueError:
 
 
 def empty(path: str) -> ValueError:
-    """Return the error to raise when a file has no tokens."""
     return ValueError(f"{path} is empty: a document has at least one token, so delete the file or pass another pattern")

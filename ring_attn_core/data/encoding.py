@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import os
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +30,9 @@ class Encoder:
     def __init__(self, settings: DatasetSettings, tokenizer_text: bytes | None) -> None:
         self._settings = settings
         self._tokenizer = None if tokenizer_text is None else _tokenizer(settings, tokenizer_text)
-        self._template = None if settings.chat is None else ChatTemplate(settings.tokenizer, parts=settings.marks_labels)
+        self._template = None
+        if settings.chat is not None and settings.tokenizer is not None:
+            self._template = ChatTemplate(settings.tokenizer, parts=settings.marks_labels)
         largest = BYTES - 1
         if self._tokenizer is not None:
             largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)  # ids may have gaps
@@ -100,7 +101,7 @@ def _tokenizer(settings: DatasetSettings, text: bytes) -> Any:
     try:
         tokenizer = Tokenizer.from_buffer(text)
     except Exception as error:  # its Rust code raises several types
-        raise ValueError(f"tokenizer={os.fspath(settings.tokenizer)!r} is not a tokenizer.json of tokenizers: {error}") from error
+        raise ValueError(f"tokenizer={str(settings.tokenizer)!r} is not a tokenizer.json of tokenizers: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -1,17 +1,14 @@
-"""Checks of the arguments of ``document_extents`` and ``prefix_extents``, on NumPy arrays (numpy is imported on first use)."""
+"""Checks of the arguments of ``document_extents`` and ``prefix_extents``, on NumPy arrays."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..layouts import check_length
-
-if TYPE_CHECKING:
-    import numpy as np
+from ..lazy_numpy import np
 
 
 def check_one_form(ids: Any, cu_seqlens: Any, length: Any) -> None:
-    """Check that either ``ids`` or ``cu_seqlens`` was passed, and ``length`` only with the latter."""
     if (ids is None) == (cu_seqlens is None):
         raise ValueError(f"document_extents takes either ids or cu_seqlens, got {'neither' if ids is None else 'both'}")
     if ids is not None and length is not None:
@@ -29,8 +26,6 @@ def check_ids(ids: np.ndarray | None, where: str) -> None:
     """Check the document ids [batch, length], unless they are None. ``where``: the function's name in the framework."""
     if ids is None:
         return
-    import numpy as np
-
     highest = np.maximum.accumulate(ids, 1)
     decreasing, torn = find_disorder(ids, highest)
     for row, i in np.argwhere(decreasing | torn)[:1]:
@@ -62,12 +57,9 @@ def length_of(ends: np.ndarray | None, count: int, length: int | None, unknown: 
 
 
 def check_prefix(prefix: np.ndarray | None, length: int) -> None:
-    """Check that prefixes, unless None, are 0 to ``length`` tokens."""
     if prefix is not None and ((prefix < 0) | (prefix > length)).any():
         raise ValueError(f"prefix must be 0 to length={length} tokens, got {_short(prefix)}")
 
 
 def _short(values: np.ndarray) -> str:
-    import numpy as np
-
     return np.array2string(values, threshold=8, separator=", ")

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, count
 from typing import Any
 
+from ..lazy_numpy import np
 from ..plan.batches import ComputeCost, best_fit, deal, pairs_of
-from .index import Index
-from .packing import DocumentSpan, shuffled
+from .index import DocumentSpan, Index, shuffled
 from .settings import DatasetSettings
 
 
@@ -53,11 +53,9 @@ class GlobalBatches(Index):
         return [tuple(DocumentSpan(each, 0, begin, self._lengths[each]) for each, begin in zip(held, begins, strict=False))]
 
     def group(self, number: int) -> int:
-        """Return the number of the global batch of microbatch ``number``."""
         return number // self._parts
 
     def documents(self, number: int) -> list[int]:
-        """Return the documents of the global batch of microbatch ``number``."""
         return self._dealt(self.group(number))[0]
 
     def _dealt(self, group: int) -> tuple[list[int], list[int]]:
@@ -75,8 +73,6 @@ class GlobalBatches(Index):
         return known[1]  # not of the dict, in which another thread may have stored another one
 
     def _deal(self, group: int) -> tuple[list[int], list[int]]:
-        import numpy as np
-
         epoch = next(epoch for epoch in count() if group < self._begin(epoch + 1))
         order, ends = self._order(epoch)
         at = group - self._begin(epoch)

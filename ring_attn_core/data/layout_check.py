@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..lazy_numpy import np
+
 AGAIN = (
     "pass the layout by which these tokens were sharded, layout=shard.layout for a balanced one, and the shard's arrays unchanged"
 )
@@ -25,8 +27,6 @@ def where_held(extents: Any, runs: Iterable[tuple[int, int, int, int]], first: i
     """Return whether a rank's nonempty extents contain their tokens' positions, in the layout and in natural order.
     ``extents`` [rows, tokens, 2] of NumPy. ``runs``: (base, length, start, stride). ``first``: position of the first token in
     natural order."""
-    import numpy as np
-
     found = []
     for base, length, start, stride in runs:
         begin, end = extents[:, base : base + length, 0], extents[:, base : base + length, 1]
@@ -74,7 +74,6 @@ def mark_mismatches(extents: Any, tokens: Any, of_tree: bool) -> Any:
 
 
 def check_extents_match_layout(extents: Any, tokens: Any, of_tree: bool) -> None:
-    """Raise ValueError if :func:`mark_mismatches` is True for a token."""
     wrong = mark_mismatches(extents, tokens, of_tree)
     if not wrong.any():
         return

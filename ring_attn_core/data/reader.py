@@ -5,24 +5,20 @@ more, the label of the part's last token. An id takes the bytes of its array's d
 striped layout the tokens of all ranks alternate, so the rank reads them all, once for ids and once for labels; ``bytes_read``
 counts the ids and labels of its shard only. At the first read of a file of the cache, and if a file's ``stat`` has changed (see
 ``Reader``), the reader also reads at most 16 blocks of 4,096 bytes (``sample`` of files.py). Their digest shows if the content
-has changed. numpy is imported on first use.
+has changed.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import weakref
-from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..files import Identity, identity, open_file, read_at, sample
+from ..lazy_numpy import np
 from .documents import Document, identity_now, vanished
 from .index import ShardSpan
 from .settings import LARGEST
-
-if TYPE_CHECKING:
-    import numpy as np
 
 MOST_OPEN = 64
 """The most files that a reader keeps open."""
@@ -37,7 +33,6 @@ class _SharedFile:
         weakref.finalize(self, os.close, self._number).atexit = False  # a process that ends closes its files anyway
 
     def fileno(self) -> int:
-        """Return the file descriptor."""
         return self._number
 
 
@@ -53,10 +48,8 @@ class Reader:
         self._begin()
 
     def _begin(self) -> None:
-        self._files: OrderedDict[str, _SharedFile] = OrderedDict()
+        self._files: dict[str, _SharedFile] = {}
         self._seen: dict[str, Identity] = {}
-        self._lock = threading.Lock()
-        self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"documents": self.documents, "bytes_read": self.bytes_read}
@@ -87,8 +80,6 @@ class Reader:
     def _tokens(self, document: int, first: int, count: int, stride: int) -> np.ndarray:
         """Return as int64 the ids of ``count`` tokens ``first``, ``first + stride`` and so on of a document.
         If ``Document.marked``, a token without a label gives its id's bitwise complement, a negative number."""
-        import numpy as np
-
         of = self.documents[document]
         dtype = np.dtype(of.dtype)
         tokens = np.frombuffer(self._bytes(of, first, (count - 1) * stride + 1 if count else 0), dtype)[::stride]
@@ -116,16 +107,10 @@ class Reader:
         return data
 
     def _opened(self, document: Document) -> _SharedFile:
-        if self._process != os.getpid():  # a fork may have copied the lock while a thread held it
-            self._begin()
-        with self._lock:
-            held = self._files.get(document.path)
-            if held is None:
-                held = self._files[document.path] = _SharedFile(document.path)
-                if len(self._files) > MOST_OPEN:
-                    self._files.popitem(last=False)
-            self._files.move_to_end(document.path)
-            return held
+        held = self._files.get(document.path) or self._files.setdefault(document.path, _SharedFile(document.path))
+        for path in [*self._files][:-MOST_OPEN]:
+            self._files.pop(path, None)  # another thread may have done so
+        return held
 
     def _check_same(self, document: Document, file: _SharedFile) -> None:
         seen, now = self._seen.get(document.path, document.identity), identity(file.fileno())
@@ -148,7 +133,6 @@ def _check_unwritten(document: Document, now: Identity) -> None:
 
 
 def changed(path: str) -> ValueError:
-    """Return the error to raise when the content of a file has changed."""
     return ValueError(
         f"{os.fspath(path)} was written to after the dataset was made: make the dataset anew, or restore file and time"
     )

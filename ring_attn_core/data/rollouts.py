@@ -8,22 +8,19 @@ Two completions of the prompt a b c, in two rollouts "a b c d e" and "a b c f"; 
 
 The label of a token is the next token. The label of c differs between the two rollouts. So c is stored as the first token of
 each completion instead of the last token of the prompt. Two tokens can share a slot (one index of a row) if they, their prefixes
-and their labels are equal. The last token of a rollout has no label, so it can share a slot with a token of any label. numpy is
-imported on first use.
+and their labels are equal. The last token of a rollout has no label, so it can share a slot with a token of any label.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..layouts import gathered_length
+from ..lazy_numpy import np
 from ..validation import in_words, is_integer
 from .trees import Tree, longest_path, tree_extents
-
-if TYPE_CHECKING:
-    import numpy as np
 
 NO_LABEL = -100
 """The label of a token without a target; the losses ignore it by default (``ignore_index``)."""
@@ -74,8 +71,6 @@ class _Row:
     So no earlier rollout shares a longer prefix with a new one than the last added does, and only that is compared."""
 
     def __init__(self) -> None:
-        import numpy as np
-
         self.size = 0
         self.path = np.zeros(0, np.int64)
         """The slot of each token of the last rollout."""
@@ -86,8 +81,6 @@ class _Row:
 
     def shared(self, tokens: np.ndarray) -> int:
         """Return the number of slots that a rollout with these tokens would share with the last added rollout."""
-        import numpy as np
-
         most = min(len(self.last), len(tokens))
         differ = np.flatnonzero(self.last[:most] != tokens[:most])
         if not len(differ):
@@ -96,8 +89,6 @@ class _Row:
 
     def add(self, tokens: np.ndarray) -> np.ndarray:
         """Add a rollout and return the slot of each of its tokens."""
-        import numpy as np
-
         shared = self.shared(tokens)
         new = np.arange(self.size, self.size + len(tokens) - shared)
         path = np.concatenate([self.path[:shared], new])
@@ -107,8 +98,6 @@ class _Row:
 
     def tree(self) -> Tree:
         """Return the row's segments. A segment is a chain of slots that ends only at a leaf or a fork of the tree."""
-        import numpy as np
-
         parents = np.concatenate(self.parents)
         children = np.bincount(parents + 1, minlength=self.size + 1)[1:]
         before = np.arange(self.size) - 1
@@ -123,8 +112,6 @@ def pack_rollouts(rollouts: Any, loss_masks: Any = None, weights: Any = None, le
     The result holds numpy arrays. ``pack_rollouts`` of ring_attn_jax documents the other arguments and the errors, and so does
     that of ring_attn_torch.
     """
-    import numpy as np
-
     if length is not None and (not is_integer(length) or length < 1):
         raise ValueError(f"length is the largest number of tokens of a row, an int of at least 1, got {in_words(length)}")
     lists = _checked(rollouts, length)
@@ -188,8 +175,6 @@ def _placed(lists: list[np.ndarray], length: int | None) -> tuple[list[tuple[int
 
 def _checked(rollouts: Any, length: int | None) -> list[np.ndarray]:
     """Return each rollout's tokens as an int64 array. Raise ValueError if a rollout is not a list of token ids or is too long."""
-    import numpy as np
-
     listed = list(rollouts) if isinstance(rollouts, Iterable) and not isinstance(rollouts, str | dict) else None
     if not listed:
         raise ValueError(f"rollouts must be a list of token lists, at least one, got {in_words(rollouts)}")
@@ -216,8 +201,6 @@ def _checked(rollouts: Any, length: int | None) -> list[np.ndarray]:
 def _values(name: str, values: Any, lists: list[np.ndarray], what: str) -> list[np.ndarray]:
     """Return ``values``, such as weights, as one float64 array for each rollout; None means 1 everywhere.
     Unless ``name`` is "loss_masks", a number can replace an array of equal values. ``what``: the expected values in words."""
-    import numpy as np
-
     each = [1.0] * len(lists) if values is None else values
     each = list(each) if isinstance(each, Iterable) and not isinstance(each, str | dict) else None
     if each is None or len(each) != len(lists):
@@ -241,8 +224,6 @@ def _values(name: str, values: Any, lists: list[np.ndarray], what: str) -> list[
 
 def _array(x: Any) -> np.ndarray | None:
     """Return ``x`` as a numpy array, or None if it cannot be converted. Numbers of bfloat16 become float64."""
-    import numpy as np
-
     try:
         return np.asarray(x.tolist() if str(getattr(x, "dtype", "")).endswith("bfloat16") else x)
     except (TypeError, ValueError, RuntimeError, OverflowError):

@@ -11,8 +11,8 @@ from typing import Any
 
 from ..files import parse_json
 from ..validation import in_words, missing_package
+from .chat import TOOLS, ChatRow
 from .documents import CHUNK, File, opened, update
-from .tool_calls import TOOLS, ChatRow
 
 LINES, PARQUET, ARROW = ".jsonl", ".parquet", ".arrow"
 SUFFIXES = LINES, PARQUET, ARROW

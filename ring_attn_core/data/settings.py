@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from ..layouts import check_rank, check_ranks, named, slots
@@ -27,29 +27,30 @@ LARGEST = 2**31 - 1
 """The largest id: ids are int32 in JAX."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DatasetSettings:
     """The arguments of ``SequenceShardedDataset``, which documents them."""
 
-    folder: Any
+    folder: str | os.PathLike[str]
     length: int
-    layout: str
-    ranks: int
-    rank: int | None
-    seed: int
-    batch_size: int
-    replicas: int
-    replica: int
-    shuffle: bool
-    epochs: int | None
-    last: str
-    pattern: str
-    column: str
-    tokenizer: Any
-    end: int | None
-    cache: Any
-    restart_positions: bool
-    ignore_index: int
+    layout: str = "zigzag"
+    ranks: int = 1
+    rank: int | None = 0
+    seed: int = 0
+    _: KW_ONLY
+    batch_size: int = 1
+    replicas: int = 1
+    replica: int = 0
+    shuffle: bool = True
+    epochs: int | None = 1
+    last: str = "drop"
+    pattern: str = "**/*"
+    column: str = COLUMN
+    tokenizer: str | os.PathLike[str] | None = None
+    end: int | None = None
+    cache: str | os.PathLike[str] | None = None
+    restart_positions: bool = False
+    ignore_index: int = -100
     chat: str | None = None
     batch_tokens: int | None = None
 
@@ -128,12 +129,10 @@ class DatasetSettings:
 
     @property
     def marks_labels(self) -> bool:
-        """True if ``chat`` is "assistant": only the assistant's tokens have labels."""
         return self.chat == "assistant"
 
     @property
     def rows(self) -> int:
-        """Number of packed rows in a batch, over all replicas."""
         return self.batch_size * self.replicas
 
     def deal(self, documents: Iterable[Sequence[int]]) -> BalancedLayout | None:

@@ -47,13 +47,11 @@ def make_layout(
 
 
 def check_shape(name: str, shape: tuple[int, ...], ids: tuple[int, ...]) -> None:
-    """Check that an array has the shape of ids."""
     if shape != ids:
         raise ValueError(f"{name} must have the shape of ids {list(ids)}, got {list(shape)}")
 
 
 def check_key_mask(is_bool: bool, dtype: Any) -> None:
-    """Check that the key mask is bool."""
     if not is_bool:
         raise ValueError(
             f"key_mask must be bool, True where a key may be attended, got {dtype}: pass key_mask != 0 for zeros and "

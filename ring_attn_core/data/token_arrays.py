@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Sequence
@@ -10,11 +9,10 @@ from hashlib import sha256
 from typing import BinaryIO
 
 from ..files import identity, read_at, sample
+from ..lazy_numpy import np
 from .documents import Document, File, TokenizedDocuments, empty, opened
 
 SUFFIX = ".npy"
-LONGEST = 10_000
-"""The most bytes of a header; numpy has the same limit."""
 
 
 def describe(files: Sequence[File]) -> TokenizedDocuments:
@@ -31,24 +29,20 @@ def describe(files: Sequence[File]) -> TokenizedDocuments:
 def _array(file: File, opened: BinaryIO) -> Document:
     """Return the document of a token array. Read only the header and the blocks that ``sample`` hashes."""
     try:
-        start = read_at(opened, 0, 12)
-        if start[:6] != b"\x93NUMPY" or len(start) < 12:
+        if read_at(opened, 0, 6) != b"\x93NUMPY":
             raise ValueError("it does not begin as numpy.save writes one")
-        if start[6] not in (1, 2, 3):
-            raise ValueError(f"its format is version {start[6]}")
-        offset = 10 if start[6] == 1 else 12
-        length = int.from_bytes(start[8:offset], "little")
-        if length > min(file.size, LONGEST):
-            raise ValueError(f"its header has {length} bytes")
-        header = ast.literal_eval(read_at(opened, offset, length).decode("latin1"))
-        offset += length
-        shape, dtype = header["shape"], header["descr"]
-        if not (isinstance(dtype, str) and re.fullmatch(r"[<>|=]?[iu][1248]", dtype)):
+        version = np.lib.format.read_magic(opened)
+        if version not in ((1, 0), (2, 0)):
+            raise ValueError(f"its format is version {version[0]}")
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, of = read(opened)
+        dtype, offset = of.str, opened.tell()
+        if not re.fullmatch(r"[<>|=]?[iu][1248]", dtype):
             raise ValueError(f"its dtype is {dtype!r}")
-        if not isinstance(shape, tuple) or len(shape) != 1 or type(shape[0]) is not int or shape[0] < 0:
+        if len(shape) != 1 or type(shape[0]) is not int or shape[0] < 0:
             raise ValueError(f"its shape is {shape!r}"[:99])
         (tokens,) = shape
-    except (ValueError, SyntaxError, TypeError, KeyError, IndexError, RecursionError, MemoryError) as error:
+    except Exception as error:  # a damaged header raises many types in numpy
         raise ValueError(
             f"{file.path} is not an array of token ids, integers of one dimension as numpy.save writes them ({_short(error)}): "
             f"save it as numpy.save(path, ids.reshape(-1)), or pass a pattern that leaves it out"
@@ -61,6 +55,8 @@ def _array(file: File, opened: BinaryIO) -> Document:
 
 
 def _short(error: Exception) -> str:
-    """Return an error's message, cut after 99 characters, because Python may quote the whole header."""
-    text = str(error) if not isinstance(error, RecursionError | MemoryError) else "its header is nested too deeply"
+    """Return the first line of an error's message, cut after 99 characters, because Python may quote the whole header."""
+    if isinstance(error, RecursionError | MemoryError):
+        return "its header is nested too deeply"
+    text = str(error).partition("\n")[0]
     return text if len(text) <= 99 else text[:99] + "..."

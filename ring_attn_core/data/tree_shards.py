@@ -12,14 +12,14 @@ is the number of its ancestors:
 
 A span describes tokens of a row that are ``step`` apart and whose subtrees have the same end: (row, first token, step, number of
 tokens, end, position of the first token). Here rank 0 describes its shard by (0, 0, 1, 2, 7, 0) and (0, 4, 1, 2, 7, 2).
-
-numpy is imported on first use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from ..lazy_numpy import np
 
 Span = Sequence[int]
 """(row, first token, step, number of tokens, end, path position of the first token). Tokens and positions advance by step."""
@@ -31,8 +31,6 @@ def spans_of(key_extents: Any, positions: Any, tokens: Any) -> list[Span]:
     """Return the spans of a shard without padding, the keys that no query sees.
     ``key_extents`` [rows, tokens, 2], ``positions`` [rows, tokens], ``tokens`` [tokens]: the index of each token in its global
     row."""
-    import numpy as np
-
     spans: list[Span] = []
     for row, (extents, places) in enumerate(zip(key_extents, positions, strict=True)):
         visible = extents[:, 0] < extents[:, 1]
@@ -57,8 +55,6 @@ def spans_of(key_extents: Any, positions: Any, tokens: Any) -> list[Span]:
 def check_one_tree(spans: Iterable[Sequence[Span]], longest: int, counted: bool) -> None:
     """Raise ValueError if the spans of all ranks do not form rows of trees whose paths have at most ``longest`` tokens.
     ``counted``: True if the spans hold path positions. Ranks that pass the same arguments raise the same error."""
-    import numpy as np
-
     tokens: dict[int, list[Any]] = {}
     for rank, each in enumerate(spans):
         for row, first, step, count, end, position in each:
@@ -75,8 +71,6 @@ def _check_row(row: int, tokens: Any, ends: Any, positions: Any, ranks: Any, lon
     """Raise ValueError if a row is not a tree, or has a path of more than ``longest`` tokens.
     ``tokens``: sorted indices. By token, ``ends``: the end of its subtree, ``positions``: its path position or None, ``ranks``:
     its rank."""
-    import numpy as np
-
     breaks = (np.diff(tokens) != 1) | (np.diff(ends) != 0)
     if positions is not None:
         breaks |= np.diff(positions) != 1

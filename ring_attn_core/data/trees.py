@@ -8,7 +8,7 @@ A prompt of 4 tokens with two completions, the second of which forks again:
     position     0 1 2 3    4 5 6    4     5 6    5           the *path position*, counted along the path from the root
 
 A token sees itself and its ancestors. In depth-first order a subtree is an interval, so the queries that see key j are those of
-the interval [j, end), the *key extent* of key j. numpy is imported on first use.
+the interval [j, end), the *key extent* of key j.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from ..lazy_numpy import np
 from ..runs import Band
 from ..validation import in_words, is_integer, is_traced, number_in_words
 
@@ -41,7 +42,6 @@ class Tree(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens of all segments."""
         return sum(self.lengths)
 
     def depths(self) -> list[int]:
@@ -68,8 +68,6 @@ def tree_extents(parents: Any, lengths: Any, tokens: int | None = None) -> TreeE
 
     ``tokens``: number of tokens of a row in the arrays, by default that of the longest row. Raise ValueError if a row has more.
     """
-    import numpy as np
-
     trees = trees_of(parents, lengths)
     longest = max(tree.tokens for tree in trees)
     width = longest if tokens is None else tokens
@@ -91,8 +89,6 @@ def batch_of_trees(tree: Any, batch: int, tokens: int) -> tuple[Any, Any, Any]:
     """Return each token's key extent [batch, tokens, 2], path position [batch, tokens] and segment index [batch, tokens].
     All are int32 numpy arrays; the segment index is -1 in padding. ``tree``: (parents, lengths) for all rows, or for one if all
     are alike."""
-    import numpy as np
-
     pair = _listed(tree)
     if pair is None or len(pair) != 2:
         raise ValueError(

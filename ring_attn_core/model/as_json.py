@@ -24,7 +24,6 @@ def write_record(record: Any) -> str:
 
 
 def read_record(kind: type[Record], text: str) -> Record:
-    """Read a record of type ``kind`` from the JSON that ``write_record`` wrote."""
     try:
         values = parse_json(text)
     except (TypeError, ValueError) as error:

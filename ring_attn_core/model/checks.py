@@ -18,7 +18,6 @@ DEEPEST = 10_000
 
 
 def check_sizes(most: int = LARGEST, /, **sizes: int) -> None:
-    """Raise ValueError if a size is not an int from 1 to ``most``."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} must be an int of at least 1, got {size!r}")
@@ -27,7 +26,6 @@ def check_sizes(most: int = LARGEST, /, **sizes: int) -> None:
 
 
 def check_flags(**flags: bool) -> None:
-    """Raise ValueError if a flag is neither True nor False."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ValueError(f"{name} must be True or False, got {flag!r}")
@@ -39,7 +37,6 @@ def is_number(x: Any) -> bool:
 
 
 def check_eps(eps: float) -> None:
-    """Raise ValueError if the eps of RMSNorm is not a number above 0 and below 1."""
     if not is_number(eps) or not 0 < eps < 1:
         raise ValueError(f"eps of RMSNorm must be a number above 0 and below 1, got {eps!r}: 1e-6 is usual, Llama has 1e-5")
 
@@ -51,7 +48,6 @@ def check_dtype(name: str, dtype: str) -> None:
 
 
 def check_scores(softcap: float | None, sinks: bool, alibi: bool, dropout_rate: float) -> None:
-    """Raise ValueError if ``softcap`` or ``dropout_rate`` is out of its range, or ``sinks`` or ``alibi`` is not a bool."""
     check_softcap(softcap)
     check_dropout_rate(dropout_rate)
     for name, flag in (("sinks", sinks), ("alibi", alibi)):
@@ -77,3 +73,16 @@ def head_sizes(dim: int, heads: int, kv_heads: int | None, head_dim: int | None)
     if heads % kv_heads:
         raise ValueError(f"kv_heads={kv_heads} must divide heads={heads}: choose a divisor, 1 for multi-query attention")
     return kv_heads, head_dim
+
+
+ACTIVATIONS = ("keep", "recompute", "offload")
+"""The choices for the activations that a block stores for its backward.
+
+With "keep" a block stores all activations. With "recompute" it stores only its input and attention's (out, lse), and the backward
+computes the other activations again. With "offload" it stores the arrays of "recompute" in host memory.
+"""
+
+
+def check_activations(activations: str) -> None:
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations must be one of {', '.join(ACTIVATIONS)}, got {activations!r}")

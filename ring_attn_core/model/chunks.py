@@ -15,7 +15,6 @@ Shape = tuple[int, ...]
 
 
 def check_chunk(name: str, chunk: Any) -> None:
-    """Raise ValueError, naming the argument ``name``, if ``chunk`` is not an int of at least 1."""
     if not is_integer(chunk) or chunk < 1:
         raise ValueError(f"{name} is a number of tokens, an int of at least 1, got {in_words(chunk)}")
 
@@ -52,7 +51,6 @@ def check_temperature(temperature: Any) -> None:
 
 
 def check_dtypes(logits: str, labels: str) -> None:
-    """Raise ValueError if labels have no integer dtype, or if the dtype of logits (or of hidden states) is not in DTYPES."""
     if not labels.startswith(("int", "uint")):
         raise ValueError(f"labels must have an integer dtype, the id of the next token of each, got {labels}: convert them")
     if logits not in DTYPES:

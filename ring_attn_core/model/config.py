@@ -41,7 +41,6 @@ class AttentionFields:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the values of all fields by name."""
         return {x.name: getattr(self, x.name) for x in fields(self)}
 
 

@@ -1,4 +1,4 @@
-"""A lock on a folder of checkpoints, so that only one run at a time writes there.
+"""A lock on a folder of checkpoints or of a run, so that only one run at a time writes there.
 
 The system's lock (flock) on the file ``.lock`` ends with the process that holds it, even if that process is killed. Some file
 systems have no locks, or separate locks on each machine. So each run that locks the folder also writes a random token into the
@@ -18,14 +18,17 @@ LOCK = ".lock"
 
 
 class FolderLock:
-    """A lock on a folder, held until ``forget`` is called or the object is deleted."""
+    """A lock on a folder, held until ``forget`` is called or the object is deleted. ``doing``, ``remedy``: end the refusal of
+    another run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, doing: str = "saves its checkpoints there", remedy: str = "give this run another folder"
+    ) -> None:
         self._folder, self._path = folder, folder / LOCK
         self._token = token_hex(16)
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self._close = finalize(self, os.close, file)
-        _lock(file, folder)
+        _lock(file, f"{folder} is in use: {{}} {doing}. Wait for its end, or {remedy}")
         os.ftruncate(file, 0)
         os.write(file, f"{self._token} process {os.getpid()} on {socket.gethostname()}".encode())
 
@@ -75,7 +78,7 @@ def locked(folder: Path) -> FolderLock:
     return lock
 
 
-def _lock(file: int, folder: Path) -> None:
+def _lock(file: int, refusal: str) -> None:
     if sys.platform == "win32":
         return
     import fcntl  # not on Windows
@@ -84,8 +87,6 @@ def _lock(file: int, folder: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         who = os.pread(file, 1000, 0).decode(errors="replace").partition(" ")[2] or "another process"
-        raise ValueError(
-            f"{folder} is in use: {who} saves its checkpoints there. Wait for its end, or give this run another folder"
-        ) from error
+        raise ValueError(refusal.format(who)) from error
     except OSError:  # a file system without locks: the token remains
         return

@@ -71,12 +71,10 @@ class Generation:
 
     @property
     def lengths(self) -> list[int]:
-        """Return the number of tokens of each prompt."""
         return list(map(len, self.prompts))
 
     @property
     def total(self) -> int:
-        """Return the number of tokens of all prompts together."""
         return sum(self.lengths)
 
     @property
@@ -151,7 +149,6 @@ def answers(loop: Any, generation: Generation, on_token: OnToken | None) -> list
 
 
 def check_functions(on_token: Any, progress: Any) -> None:
-    """Raise ValueError, naming the argument, if it is neither a function nor None."""
     for name, function in (("on_token", on_token), ("progress", progress)):
         if function is not None and not callable(function):
             raise ValueError(f"{name} must be a function or None, got {type(function).__name__}")

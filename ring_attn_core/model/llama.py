@@ -78,7 +78,6 @@ TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
 
 
 def config_of(theirs: Theirs) -> TransformerConfig:
-    """Return the TransformerConfig of a Hugging Face config, the contents of a config.json."""
     kind = theirs.get("model_type")
     if kind is None and "vocab" in theirs:
         raise ValueError("this folder was written by save_weights: read it with load_weights")

@@ -15,8 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .activations import check_activations
-from .checks import LARGEST, check_sizes
+from .checks import LARGEST, check_activations, check_sizes
 from .config import TransformerConfig
 from .mixers import refuse_mixers
 
@@ -73,12 +72,10 @@ class StepMemory(NamedTuple):
 
 
 def total(terms: Iterable[Term]) -> int:
-    """Return the sum of the terms' sizes, in bytes."""
     return sum(term.size for term in terms)
 
 
 def block_weights(config: TransformerConfig) -> int:
-    """Return the number of parameters of one block."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     biases = (q + 2 * kv) * config.qkv_bias + config.dim * config.o_bias + (2 * config.hidden + config.dim) * config.mlp_bias
     extras = biases + 2 * config.head_dim * config.qk_norm + config.heads * config.sinks

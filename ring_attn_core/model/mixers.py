@@ -131,7 +131,6 @@ def check_mixers(mixers: Any, depth: int, mask: Band, **of_layers: Sequence[Any]
 
 
 def recurrent_layers(mixers: Sequence[str] | None) -> list[int]:
-    """Return the layers of a model that are not attention."""
     return [layer for layer, name in enumerate(mixers or ()) if name != "attention"]
 
 
@@ -145,7 +144,6 @@ def check_mixers_order(order: str, name: str) -> None:
 
 
 def check_mixers_call(mixers: Sequence[str] | None, layout: Any, ranks: int, **masks: object) -> None:
-    """Raise ValueError if a call of a model with recurrent layers passes a mask of keys, or shards in a striped layout."""
     if not recurrent_layers(mixers):
         return
     refuse_striped(layout, ranks)

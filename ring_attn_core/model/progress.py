@@ -91,7 +91,6 @@ def check_arrays(where: Path, expected: Kinds, found: Kinds) -> None:
 
 
 def check_next(step: int, steps: list[int], folder: Path) -> None:
-    """Raise ValueError if ``step`` is not greater than all ``steps``, the steps of the checkpoints in ``folder``."""
     if steps and step <= max(steps):
         raise ValueError(
             f"step {step} is not after step {max(steps)}, of which {folder} has a checkpoint: resume from it, delete it to go "
@@ -100,7 +99,6 @@ def check_next(step: int, steps: list[int], folder: Path) -> None:
 
 
 def check_keep(keep: int) -> None:
-    """Raise ValueError if ``keep``, the number of checkpoints to keep, is not an int of at least 1."""
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep must be an int of at least 1, how many checkpoints stay, got {in_words(keep)}")
 

@@ -62,7 +62,6 @@ def check_alike(what: str, unit: str, found: Sequence[str]) -> None:
 
 
 def named(entries: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return (name, value) pairs as a dict. Raise ValueError if two values have the same name."""
     found: dict[str, Any] = {}
     for name, value in entries:
         if name in found:
@@ -145,7 +144,6 @@ def _difference(by_rank: Sequence[Sequence[Replica] | None], unit: str) -> str:
 
 
 def _grouped(pairs: Iterable[tuple[str, tuple[str, int]]]) -> dict[str, list[tuple[str, int]]]:
-    """Group (content, owner) ``pairs`` by content, and return the owners of each content."""
     groups: dict[str, list[tuple[str, int]]] = {}
     for content, owner in pairs:
         groups.setdefault(content, []).append(owner)

@@ -181,7 +181,6 @@ def layer_rotaries(rotaries: Sequence[Rotary | float | None] | None, depth: int)
 
 
 def check_rotary(head_dim: int, rotary: Rotary) -> None:
-    """Raise ValueError if ``head_dim`` is not a positive even int, or is 2 with NTK, which needs at least two feature pairs."""
     check_sizes(head_dim=head_dim)
     if head_dim % 2:
         raise ValueError(

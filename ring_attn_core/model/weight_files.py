@@ -201,7 +201,6 @@ def opened(file: Path, framework: str = "np", device: str = "cpu") -> Iterator[A
 
 
 def own_config(held: WeightFolder) -> TransformerConfig:
-    """Return the config of a folder that save_weights wrote."""
     file = held.folder / CONFIG
     if "model_type" in held.config:
         raise ValueError(f"{file} is one of Hugging Face's, of a {held.config['model_type']} model: read it with load_llama")

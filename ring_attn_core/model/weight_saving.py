@@ -31,7 +31,6 @@ Save = Callable[[dict[str, Any], Path, dict[str, str]], None]
 
 
 def check_savable(name: str, dtype: str, valued: bool) -> None:
-    """Raise ValueError if a weight has no values yet (``valued`` is False), or has a dtype that cannot be saved."""
     if not valued:
         raise ValueError(f"{name} has no values yet: initialise or load the model before it is saved")
     if dtype not in SAVED:
@@ -134,7 +133,6 @@ def write(folder: Path, weights: Iterable[tuple[str, Any]], save_file: Save) -> 
 
 
 def _check_replaceable(folder: Path, files: Collection[str]) -> None:
-    """Raise ValueError if ``folder`` is a file, or holds anything but weights, config.json and ``files``."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: weights are saved as a folder")
     ours = lambda path: path.name in (CONFIG, INDEX, WEIGHTS, *files) or path.match("model-?????-of-?????.safetensors")

@@ -12,6 +12,7 @@ from ..layouts import check_length
 from ..records import hashed_once
 from ..runs import Run
 from ..validation import in_words
+from .documents import united
 
 
 @hashed_once
@@ -72,7 +73,6 @@ class BalancedLayout:
 
     @property
     def most_runs(self) -> int:
-        """Return the largest number of runs that any rank has."""
         return max(map(len, self.runs))
 
     def held(self, rank: int) -> tuple[Run, ...]:
@@ -84,13 +84,8 @@ class BalancedLayout:
         """Return a layout in which each group of ``shards`` consecutive ranks is one rank, with its tokens by position."""
         groups = []
         for first in range(0, self.ranks, shards):
-            runs: list[tuple[int, int]] = []
-            for start, length in sorted(run for rank in self.runs[first : first + shards] for run in rank):
-                if runs and sum(runs[-1]) == start:
-                    runs[-1] = runs[-1][0], runs[-1][1] + length
-                else:
-                    runs.append((start, length))
-            groups.append(tuple(runs))
+            spans = united((start, start + length) for rank in self.runs[first : first + shards] for start, length in rank)
+            groups.append(tuple((start, end - start) for start, end in spans))
         return BalancedLayout(tuple(groups), self.length)
 
     def stretches(self, shards: int) -> tuple[tuple[tuple[int, int], ...], ...]:

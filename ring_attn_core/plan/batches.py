@@ -8,8 +8,7 @@ short document stays on one rank and a long one lies on as many as it needs. The
 2. Each microbatch gets a number of tokens that the shorter documents shall fill: all then have the same compute, or are full.
 3. The shorter documents go, longest first, to the microbatches that miss most tokens, many at a time.
 
-If a document does not fit, best fit in order of decreasing length packs all documents anew, without regard to compute. numpy is
-imported on first use.
+If a document does not fit, best fit in order of decreasing length packs all documents anew, without regard to compute.
 """
 
 from __future__ import annotations
@@ -19,18 +18,16 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..layouts import check_ranks
+from ..lazy_numpy import np
 from ..masks import causal
 from ..runs import Band
 from ..validation import as_number, check_integer, in_words, is_integer
 from .balanced import balanced_layout, work_of
 from .balanced_layout import BalancedLayout
 from .documents import PackedDocuments, document_rows
-
-if TYPE_CHECKING:
-    import numpy as np
 
 LONGEST = 8
 """The number of documents for each microbatch that are placed one by one, longest first."""
@@ -123,8 +120,6 @@ def plan_batches(
 
     Raise ValueError if an argument is invalid, or if a document is longer than a microbatch.
     """
-    import numpy as np
-
     check_ranks(ranks)
     if not is_integer(tokens_per_rank) or tokens_per_rank < 1:
         raise ValueError(f"tokens_per_rank must be an int of at least 1, got {in_words(tokens_per_rank)}")
@@ -160,8 +155,6 @@ def cost_of(cost: Any) -> ComputeCost:
 
 def pairs_of(sizes: np.ndarray, masks: Iterable[tuple[Band, float]]) -> np.ndarray:
     """Return the visible pairs of each document in a layer, averaged over the layers. ``masks``: with their shares of layers."""
-    import numpy as np
-
     total = np.zeros(len(sizes))
     for band, share in masks:
         if band == causal():
@@ -176,8 +169,6 @@ def make_plan(
     sizes: np.ndarray, pairs: np.ndarray, dealt: np.ndarray, ranks: int, seq_local: int, cost: ComputeCost
 ) -> BatchPlan:
     """Return the plan in which document i is in microbatch ``dealt[i]``."""
-    import numpy as np
-
     order, counts = np.argsort(dealt, kind="stable"), np.bincount(dealt)
     tokens, visible = (np.bincount(dealt, x) for x in (sizes, pairs))
     compute, plan = (visible + cost.token * tokens).tolist(), BatchPlan()
@@ -192,8 +183,6 @@ def make_plan(
 def deal(sizes: np.ndarray, pairs: np.ndarray, count: int, capacity: int, seed: int, token: float) -> np.ndarray | None:
     """Return the microbatch, 0 to ``count - 1``, of each document, with about equal compute; None if one does not fit.
     ``pairs``: visible pairs by document. ``token``: compute of a token in pairs."""
-    import numpy as np
-
     draw = np.random.RandomState(seed % 2**32).random_sample  # NumPy freezes the numbers that a RandomState draws
     order = np.lexsort((draw(len(sizes)), -sizes))
     dealt = np.empty(len(sizes), np.int64)
@@ -234,8 +223,6 @@ def _place_long(sizes: list[int], compute: list[float], count: int, capacity: in
 def _water(compute: np.ndarray, room: np.ndarray, tokens: int, cost: float) -> np.ndarray:
     """Return the tokens to add to each microbatch, at most its room and ``tokens`` in all, so that the compute is most even.
     ``cost``: compute of a token that is added."""
-    import numpy as np
-
     if not cost:
         return room * (tokens / max(room.sum(), 1))
     low, high = float(compute.min()), float((compute + cost * room).max())
@@ -249,8 +236,6 @@ def _water(compute: np.ndarray, room: np.ndarray, tokens: int, cost: float) -> n
 def _place_short(sizes: np.ndarray, missing: np.ndarray) -> np.ndarray:
     """Return the microbatch of each document, given longest first. ``missing``: tokens that each microbatch shall get.
     In a round, the microbatches that miss most get several documents each, dealt to and fro. The last go one by one."""
-    import numpy as np
-
     placed, begin, count, missing = np.empty(len(sizes), np.int64), 0, len(missing), missing.copy()
     while len(sizes) - begin > LONGEST * count:
         each = max(1, (len(sizes) - begin) // (32 * count))
@@ -271,8 +256,6 @@ def _place_short(sizes: np.ndarray, missing: np.ndarray) -> np.ndarray:
 
 def best_fit(sizes: Sequence[int], order: Iterable[int], capacity: int) -> np.ndarray:
     """Return the microbatch of each document. Each goes, in ``order``, where it leaves the least room, or into a new one."""
-    import numpy as np
-
     rooms: list[tuple[int, int]] = []
     placed, count = np.empty(len(sizes), np.int64), 0
     for document in order:
@@ -288,8 +271,6 @@ def best_fit(sizes: Sequence[int], order: Iterable[int], capacity: int) -> np.nd
 
 def _checked(lengths: Any) -> np.ndarray:
     """Return lengths as an int64 array. Raise ValueError if the list is empty, or if a length is not an int of at least 1."""
-    import numpy as np
-
     found = np.asarray(lengths) if isinstance(lengths, list | tuple | np.ndarray) else None
     if found is None or found.ndim != 1 or found.dtype.kind not in "iu" or not found.size or found.min() < 1:
         rows = document_rows(lengths)  # says which length is wrong

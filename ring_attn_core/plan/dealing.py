@@ -13,6 +13,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from .documents import united
+
 LEAST_CHUNK, MOST_CHUNK = 512, 2048
 """Bounds of the size of a chunk, in tokens. Neighbouring short documents that fit into a chunk are one item (``joined``).
 
@@ -177,10 +179,4 @@ def joined(edges: list[int], local: int) -> list[int]:
 
 def _runs(spans: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Return spans (start, end) as runs (start, length), sorted by position, with adjacent runs joined."""
-    runs: list[tuple[int, int]] = []
-    for start, end in sorted(spans):
-        if runs and sum(runs[-1]) == start:
-            runs[-1] = runs[-1][0], end - runs[-1][0]
-        else:
-            runs.append((start, end - start))
-    return tuple(runs)
+    return tuple((start, end - start) for start, end in united(spans))

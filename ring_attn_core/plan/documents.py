@@ -105,7 +105,7 @@ class PackedDocuments:
                     if queries is not None:
                         found.extend(_hull(*queries, starts[at], starts[at + 1], band) for band, _ in self.masks)
                     at += 1
-        return _united(found)
+        return united(found)
 
     @cached_property
     def _starts(self) -> list[list[int]]:
@@ -158,7 +158,8 @@ def _hull(begin: int, last: int, first: int, end: int, band: Band) -> tuple[int,
     return low, max(low, high)
 
 
-def _united(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def united(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return intervals (first, end) as sorted disjoint ones; empty ones are dropped, and adjacent ones joined."""
     united: list[tuple[int, int]] = []
     for first, end in sorted(x for x in intervals if x[0] < x[1]):
         if united and first <= united[-1][1]:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from ..runs import Band
 from .balanced_layout import BalancedLayout
-from .documents import PackedDocuments
+from .documents import PackedDocuments, united
 from .ring import RingPlan, Runs
 
 Intervals = tuple[tuple[int, int], ...]
@@ -59,7 +59,6 @@ class NeededPlan(RingPlan):
         return tuple(each for each in self._received[reader] if each.owner == owner)
 
     def tokens(self, owner: int, reader: int) -> int:
-        """Return the number of keys that ``owner`` sends to ``reader``."""
         return sum(each.length for each in self.sent(owner, reader))
 
     @cached_property
@@ -113,12 +112,10 @@ class NeededPlan(RingPlan):
 
     @property
     def exchanges(self) -> bool:
-        """Return whether some rank receives keys."""
         return any(self._received)
 
     @property
     def shifts(self) -> tuple[int, ...]:  # type: ignore[override]  # a cached property of RingPlan
-        """Return (0,): there is one step."""
         return (0,)
 
     @cached_property
@@ -141,7 +138,7 @@ class NeededPlan(RingPlan):
 
     def available(self, rank: int) -> Intervals:
         """Return the positions (first, end) of the keys that a rank attends to, as disjoint intervals in order."""
-        return _merged([(each.start, each.start + each.length) for _, each in self.places(rank)])
+        return tuple(united((each.start, each.start + each.length) for each in (*self.held(rank), *self.received(rank))))
 
     def places(self, rank: int) -> list[tuple[int, Stretch]]:
         """Return (base in the shard of the step, stretch) for each stretch that ``rank`` attends to, by position."""
@@ -216,13 +213,3 @@ def _held(layout: BalancedLayout) -> tuple[tuple[Stretch, ...], ...]:
         tuple(Stretch(start, length, owner, base) for base, length, start, _ in layout.padded_runs(owner) if length)
         for owner in range(layout.ranks)
     )
-
-
-def _merged(intervals: list[tuple[int, int]]) -> Intervals:
-    """Join adjacent intervals (first, end) of a sorted list of disjoint intervals."""
-    merged: list[tuple[int, int]] = []
-    for first, end in intervals:
-        if merged and merged[-1][1] == first:
-            first = merged.pop()[0]
-        merged.append((first, end))
-    return tuple(merged)

@@ -30,7 +30,6 @@ Rows = tuple[tuple[Row, ...], ...]
 
 
 def check_steps(steps: Any) -> None:
-    """Raise ValueError if ``steps`` is not a tuple of increasing shifts that begins with 0."""
     counts = isinstance(steps, tuple) and all(isinstance(shift, int) and not isinstance(shift, bool) for shift in steps)
     if not counts or steps[:1] != (0,) or any(b <= a for a, b in pairwise(steps)):
         raise ValueError(f"steps must be None or a tuple of increasing shifts that begins with 0, such as (0, 1), got {steps!r}")

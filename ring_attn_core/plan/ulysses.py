@@ -44,7 +44,6 @@ class HeadSplit(NamedTuple):
 
     @property
     def q_local(self) -> int:
-        """Return the number of query heads per rank."""
         return self.heads // self.ranks
 
     @property

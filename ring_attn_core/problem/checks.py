@@ -103,16 +103,48 @@ class OptionalArray(NamedTuple):
     dtype: str
 
 
+def check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], q_tokens: str, k_tokens: str) -> None:
+    """Raise ValueError if the shapes of q, k and v do not fit together. ``q_tokens``, ``k_tokens``: the words for dimension 1."""
+    k_axes = f"[batch, {k_tokens}, kv_heads,"
+    for name, shape, axes in (
+        ("q", q, f"[batch, {q_tokens}, heads, head_dim]"),
+        ("k", k, f"{k_axes} head_dim]"),
+        ("v", v, f"{k_axes} v_dim]"),
+    ):
+        if len(shape) != 4:
+            raise ValueError(f"{name} must have 4 dimensions {axes}, got shape {list(shape)}")
+    if k[:3] != v[:3]:
+        raise ValueError(
+            f"k and v must agree in batch, {k_tokens} and kv_heads, got k {list(k)} and v {list(v)}; only the last dimension may "
+            "differ"
+        )
+    if q[0] != k[0]:
+        raise ValueError(f"q has batch {q[0]} and k has batch {k[0]}: pass the same batch rows to both")
+    if q[3] != k[3]:
+        raise ValueError(f"q has head_dim {q[3]} and k has {k[3]}: they are multiplied, so they must be equal (v's may differ)")
+    for name, size in (("heads", q[2]), ("kv_heads", k[2]), ("head_dim", q[3]), ("v_dim", v[3])):
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    if q[2] % k[2]:
+        raise ValueError(
+            f"q has {q[2]} heads and k has {k[2]}: kv heads must divide query heads. For multi-query attention pass 1 kv head."
+        )
+
+
 def check_array(array: OptionalArray, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
-    """Raise ValueError if the shape or dtype of an optional array does not fit q and k."""
-    axes, shape, dtypes = {
+    expected = {
         "extents": ("[batch, tokens of q, 2]", (*q_shape[:2], 2), INTEGERS),
         "key_extents": ("[batch, tokens of k, 2]", (*k_shape[:2], 2), INTEGERS),
         "key_mask": ("[batch, tokens of k]", tuple(k_shape[:2]), ("bool",)),
         "sinks": ("[heads]", (q_shape[2],), DTYPES),
         "alibi_slopes": ("[heads]", (q_shape[2],), DTYPES),
         "dropout_seed": ("one number", (), INTEGERS),
-    }[array.name]
+    }
+    check_expected(array, *expected[array.name])
+
+
+def check_expected(array: OptionalArray, axes: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+    """Raise ValueError if an optional array has another shape or another dtype. ``axes``: the shape in words."""
     if array.shape != shape:
         raise ValueError(f"{array.name} must be {axes} = {list(shape)}, got shape {list(array.shape)}. {_HINTS[array.name]}")
     if array.dtype not in dtypes:
@@ -193,7 +225,6 @@ def check_along(x: Any, is_array: bool, expected: str, dim: Any) -> None:
 
 
 def check_number(name: str, x: Any) -> None:
-    """Raise ValueError if ``x`` is neither a number nor a 0-d array."""
     if not isinstance(x, int | float | complex) and getattr(x, "shape", None) != ():
         raise ValueError(f"{name} must be one number, got {in_words(x)}")
 
@@ -251,4 +282,9 @@ _HINTS = {
     "sinks": "It holds one logit for every query head",
     "alibi_slopes": "It holds one slope for every query head",
     "dropout_seed": "It is one integer, the same on every rank",
+    "q_positions": "It holds the position of every query, the same on every rank",
+    "k_positions": "It holds the position of the token in every slot of this rank's part of the cache, -1 for an empty slot",
+    "tree_mask": "It says which of the newest tokens, the queries of this call, each of them sees, itself included",
+    "k_scale": "It holds what the keys of every kv head are multiplied by",
+    "v_scale": "It holds what the values of every kv head are multiplied by",
 }

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..records import hashed_once
 from ..validation import hold_numbers, in_words, is_integer, number_in_words
-from .checks import DTYPES, FARTHEST, INTEGERS, OptionalArray, check_scale, check_softcap
+from .checks import DTYPES, FARTHEST, INTEGERS, OptionalArray, check_expected, check_scale, check_shapes, check_softcap
 
 FP8 = "float8_e4m3fn"
 """The dtype of one-byte keys and values; they are converted to a wider dtype for the products. Sums are in at least float32."""
@@ -77,7 +77,6 @@ class Decode:
 
     @property
     def fp8(self) -> bool:
-        """Return whether keys and values are in FP8."""
         return self.dtypes[1] == FP8
 
     def alike(self) -> dict[str, Any]:
@@ -85,22 +84,13 @@ class Decode:
         arrays = tuple(
             (array.name, array.shape[:1] if array.name == "k_positions" else array.shape, array.dtype) for array in self.arrays
         )
-        return {
-            "q_shape": self.q_shape,
-            "kv_heads": self.k_shape[2:3],
-            "v_dim": self.v_shape[3:],
-            "dtypes": self.dtypes,
-            "arrays": arrays,
-            "device": self.device,
-            "window": self.window,
-            "scale": self.factor,
-            "softcap": self.softcap,
-            "backend": self.backend,
-        }
+        same = {name: getattr(self, name) for name in ("q_shape", "dtypes", "device", "window", "softcap", "backend")}
+        own = {"kv_heads": self.k_shape[2:3], "v_dim": self.v_shape[3:], "arrays": arrays, "scale": self.factor}
+        return same | own
 
     def check(self) -> None:
         """Raise ValueError if shapes, dtypes, optional arrays or options are invalid or do not fit together."""
-        self._check_shapes()
+        check_shapes(self.q_shape, self.k_shape, self.v_shape, "queries", "slots")
         self._check_dtypes()
         self._check_arrays()
         check_scale(self.scale)
@@ -113,32 +103,6 @@ class Decode:
             raise ValueError(
                 f"window={self.window}: a query sees itself and this many positions before it, 0 to below 2^30; None for all"
             )
-
-    def _check_shapes(self) -> None:
-        q, k, v = self.q_shape, self.k_shape, self.v_shape
-        for name, shape, axes in (
-            ("q", q, "[batch, queries, heads, head_dim]"),
-            ("k", k, "[batch, slots, kv_heads, head_dim]"),
-            ("v", v, "[batch, slots, kv_heads, v_dim]"),
-        ):
-            if len(shape) != 4:
-                raise ValueError(f"{name} must have 4 dimensions {axes}, got shape {list(shape)}")
-        if k[:3] != v[:3]:
-            raise ValueError(
-                f"k and v must agree in batch, slots and kv_heads, got k {list(k)} and v {list(v)}; only the last dimension may "
-                "differ"
-            )
-        if q[0] != k[0]:
-            raise ValueError(f"q has batch {q[0]} and k has batch {k[0]}: pass the same batch rows to both")
-        if q[3] != k[3]:
-            raise ValueError(
-                f"q has head_dim {q[3]} and k has {k[3]}: they are multiplied, so they must be equal (v's may differ)"
-            )
-        for name, size in (("heads", q[2]), ("kv_heads", k[2]), ("head_dim", q[3]), ("v_dim", v[3])):
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
-        if q[2] % k[2]:
-            raise ValueError(f"q has {q[2]} heads and k has {k[2]}: kv heads must divide query heads")
 
     def _check_dtypes(self) -> None:
         q, k, v = self.dtypes
@@ -161,14 +125,7 @@ class Decode:
             "v_scale": ("[kv_heads]", (g,), ("float32",)),
         }
         for array in self.arrays:
-            axes, shape, dtypes = expected[array.name]
-            if array.shape != shape:
-                raise ValueError(
-                    f"{array.name} must be {axes} = {list(shape)}, got shape {list(array.shape)}. {_HINTS[array.name]}"
-                )
-            if array.dtype not in dtypes:
-                kind = {INTEGERS: "an integer dtype", DTYPES: "a floating dtype"}.get(dtypes, f"dtype {dtypes[0]}")
-                raise ValueError(f"{array.name} must have {kind}, got {array.dtype}. {_HINTS[array.name]}")
+            check_expected(array, *expected[array.name])
 
 
 def check_positions(name: str, farthest: int) -> None:
@@ -187,14 +144,3 @@ def check_nodes(q_positions: list[list[int]]) -> None:
                 f"and row {row} has {positions[:8]}{' ...' if len(positions) > 8 else ''}: number the nodes in the order of "
                 "their slots; tree_mask says which node sees which, and how deep each is"
             )
-
-
-_HINTS = {
-    "q_positions": "It holds the position of every query, the same on every rank",
-    "k_positions": "It holds the position of the token in every slot of this rank's part of the cache, -1 for an empty slot",
-    "tree_mask": "It says which of the newest tokens, the queries of this call, each of them sees, itself included",
-    "sinks": "It holds one logit for every query head",
-    "alibi_slopes": "It holds one slope for every query head",
-    "k_scale": "It holds what the keys of every kv head are multiplied by",
-    "v_scale": "It holds what the values of every kv head are multiplied by",
-}

@@ -104,26 +104,14 @@ class Options:
 
     @classmethod
     def read(cls, text: str, counts: Sequence[int]) -> Options:
-        """Build the record from its ``text`` and ``counts``."""
-        layout, scale, softcap, dropout_rate, strategy, order, backend, deterministic, steps, v_dim = ast.literal_eval(text)
+        layout, *others = ast.literal_eval(text)
+        names = "scale", "softcap", "dropout_rate", "strategy", "order", "backend", "deterministic", "steps", "v_dim"
+        values: dict[str, Any] = dict(zip(names, others, strict=True))
+        values["strategy"] = read_strategy(values["strategy"])
+        values["steps"] = None if values["steps"] is None else tuple(values["steps"])
         length, kv_length, lo, hi = (None if count == NO_COUNT else count for count in counts[:4])
-        return cls(
-            layout=layout if isinstance(layout, str) else BalancedLayout(*layout),
-            mask=Band(lo, hi),
-            length=length,
-            kv_length=kv_length,
-            scale=scale,
-            softcap=softcap,
-            dropout_rate=dropout_rate,
-            dropout_offset=(counts[4], counts[5]),
-            strategy=read_strategy(strategy),
-            order=order,
-            backend=backend,
-            deterministic=deterministic,
-            steps=None if steps is None else tuple(steps),
-            v_dim=v_dim,
-        )
+        values |= {"mask": Band(lo, hi), "length": length, "kv_length": kv_length, "dropout_offset": (counts[4], counts[5])}
+        return cls(layout=layout if isinstance(layout, str) else BalancedLayout(*layout), **values)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the values by name, to compare two records."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -10,7 +10,7 @@ from ..plan.balanced_layout import BalancedLayout
 from ..plan.ring import RingPlan
 from ..records import hashed_once
 from .auto import choose
-from .checks import DTYPES, OptionalArray, check_array
+from .checks import DTYPES, OptionalArray, check_array, check_shapes
 from .options import Options
 from .strategies import IN_GLOBAL_ORDER, Strategy, check_device, check_fit, chosen, plan_of_steps
 
@@ -101,7 +101,7 @@ class Problem:
 
     def check(self) -> RingPlan:
         """Check shapes, dtypes, optional arrays, dropout and strategy, and return the plan."""
-        self._check_shapes()
+        check_shapes(self.q_shape, self.k_shape, self.v_shape, "seq_local", "kv_local")
         self._check_dtypes()
         for array in self.arrays:
             check_array(array, self.q_shape, self.k_shape)
@@ -127,35 +127,6 @@ class Problem:
         options: dict[str, Any] = own.pop("options") | {"layout": str(self.options.layout)}
         lengths = {"length": self.plan.length, "kv_length": self.plan.kv_length}
         return own | options | lengths | {"scale": self.scale, "strategy": str(self.options.strategy)}
-
-    def _check_shapes(self) -> None:
-        q, k, v = self.q_shape, self.k_shape, self.v_shape
-        for name, shape, axes in (
-            ("q", q, "[batch, seq_local, heads, head_dim]"),
-            ("k", k, "[batch, kv_local, kv_heads, head_dim]"),
-            ("v", v, "[batch, kv_local, kv_heads, v_dim]"),
-        ):
-            if len(shape) != 4:
-                raise ValueError(f"{name} must have 4 dimensions {axes}, got shape {list(shape)}")
-        if k[:3] != v[:3]:
-            raise ValueError(
-                f"k and v must agree in batch, kv_local and kv_heads, got k {list(k)} and v {list(v)}; "
-                "only the last dimension may differ"
-            )
-        if q[0] != k[0]:
-            raise ValueError(f"q has batch {q[0]} and k has batch {k[0]}: pass the same batch rows to both")
-        if q[3] != k[3]:
-            raise ValueError(
-                f"q has head_dim {q[3]} and k has {k[3]}: they are multiplied, so they must be equal (v's may differ)"
-            )
-        for name, size in (("heads", q[2]), ("kv_heads", k[2]), ("head_dim", q[3]), ("v_dim", v[3])):
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
-        if q[2] % k[2]:
-            raise ValueError(
-                f"q has {q[2]} heads and k has {k[2]}: kv heads must divide query heads. "
-                "For multi-query attention pass 1 kv head."
-            )
 
     def _check_tree(self) -> None:
         layout = self.plan.layout

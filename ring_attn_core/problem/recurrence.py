@@ -36,7 +36,6 @@ def order_of(layout: Any, ranks: int, seq_local: int | None, length: Any, docume
 
 
 def refuse_striped(layout: Any, ranks: int) -> None:
-    """Raise ValueError if the layout separates consecutive tokens."""
     if layout == "striped" and ranks > 1:
         raise ValueError(
             "a recurrence needs runs of consecutive tokens, and the layout striped gives each token's predecessor to another "
@@ -45,7 +44,6 @@ def refuse_striped(layout: Any, ranks: int) -> None:
 
 
 def check_width(width: Any) -> None:
-    """Raise ValueError if ``width`` is not an integer of at least 1."""
     if not is_integer(width) or width < 1:
         raise ValueError(f"width is the number of tokens before each run, an int of at least 1, got {in_words(width)}")
 
@@ -65,7 +63,6 @@ def check_extents_of(shape: Sequence[int], extents: Sequence[int] | None, intege
 def check_carry(
     bias: Sequence[int], dtype: str, decay: Sequence[int] | None, transition: Sequence[int] | None, runs: int
 ) -> None:
-    """Raise ValueError if the maps of a carry do not fit together, or are not float32 or float64."""
     if dtype not in SUMMARIES:
         raise ValueError(
             f"carry takes float32 or float64, got {dtype}: a chain of 16 runs in bfloat16 is wrong by 4e-3. Compute each run's "
@@ -85,7 +82,6 @@ def check_carry(
 
 
 def check_convolution(x: Sequence[int], weight: Sequence[int], bias: Sequence[int] | None, activation: Any) -> None:
-    """Raise ValueError if a convolution's arguments do not fit x [batch, tokens, channels]."""
     if len(x) != 3 or len(weight) != 2 or weight[0] != x[2] or weight[1] < 1:
         raise ValueError(
             f"causal_conv takes x [batch, tokens, channels] and weight [channels, taps], got {list(x)} and {list(weight)}: of a "
@@ -98,7 +94,6 @@ def check_convolution(x: Sequence[int], weight: Sequence[int], bias: Sequence[in
 
 
 def check_delta_rule(shapes: Mapping[str, Sequence[int]], backend: Any) -> None:
-    """Raise ValueError if the shapes of q, k, v, g and beta do not fit together."""
     q, k, v, g, beta = (list(shapes[name]) for name in ("q", "k", "v", "g", "beta"))
     check_backend(backend)
     if len(q) != 4 or k != q or len(v) != 4 or v[:2] != q[:2] or v[2] % q[2]:
@@ -113,7 +108,6 @@ def check_delta_rule(shapes: Mapping[str, Sequence[int]], backend: Any) -> None:
 
 
 def check_state_space(shapes: Mapping[str, Sequence[int] | None], backend: Any) -> None:
-    """Raise ValueError if the shapes of x, dt, A, B, C and D fit neither Mamba-2 nor Mamba-1."""
     x, dt, A, B, C = (list(shapes[name] or ()) for name in ("x", "dt", "A", "B", "C"))
     D = shapes["D"]
     check_backend(backend)
@@ -134,7 +128,6 @@ def check_state_space(shapes: Mapping[str, Sequence[int] | None], backend: Any) 
 
 
 def check_backend(backend: Any) -> None:
-    """Raise ValueError if a recurrence has no such backend."""
     if backend not in ("auto", "blockwise"):
         raise ValueError(
             f'a recurrence has the backends "auto" and "blockwise", in plain array operations, got {in_words(backend)}'

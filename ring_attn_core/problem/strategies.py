@@ -34,7 +34,6 @@ Strategy = str | Ulysses | TwoLevel
 
 
 def check_strategy(strategy: Any) -> None:
-    """Raise ValueError if the strategy is unknown."""
     if strategy == "pull":
         raise ValueError("strategy='pull' is gone: take strategy='push', which was measured to be as fast or faster")
     if not isinstance(strategy, tuple(RECORDS.values())) and strategy not in STRATEGIES:
@@ -44,7 +43,6 @@ def check_strategy(strategy: Any) -> None:
 
 
 def check_order(order: Any, strategy: Strategy = "auto") -> None:
-    """Raise ValueError if the order is unknown, or if the strategy cannot keep it."""
     if not isinstance(order, str) or order not in ORDERS:
         raise ValueError(f'order must be "ring" or "global", got {in_words(order)}')
     if order == "global" and strategy not in ("auto", "gather"):
@@ -93,7 +91,6 @@ def plan_of_steps(strategy: Strategy, plan: RingPlan, heads: int, kv_heads: int,
 
 
 def check_fit(strategy: Strategy, ranks: int, heads: int) -> None:
-    """Raise ValueError if the strategy cannot run with this number of ranks or query heads."""
     if (why := objection(strategy, ranks, heads)) is not None:
         raise ValueError(f'strategy={strategy!r} cannot run this: {why}. strategy="auto" takes one that can')
 
@@ -101,15 +98,16 @@ def check_fit(strategy: Strategy, ranks: int, heads: int) -> None:
 def objection(strategy: Strategy, ranks: int, heads: int) -> str | None:
     """Return why the strategy cannot run with this number of ranks or query heads; None if it can."""
     size, name = group_of(strategy, ranks), name_of(strategy)
-    if name == "ulysses":
-        return _of_ulysses(size, ranks, heads)
-    if name == "two_level":
-        return _of_hosts(strategy, size, ranks)
-    return None
+    if name == "ulysses" and ranks % size:
+        return f"groups of {size} ranks do not divide a ring of {ranks}"
+    if name == "ulysses" and heads % size:
+        return f"{heads} query heads cannot be dealt evenly to {size} ranks; Ulysses(ranks=n) takes an n that divides both"
+    if name == "two_level" and isinstance(strategy, str):
+        return "how many ranks a host has is not known, pass TwoLevel(ranks=n)"
+    return f"hosts of {size} ranks do not divide a ring of {ranks}" if name == "two_level" and ranks % size else None
 
 
 def check_device(strategy: Strategy, framework: str, device: str) -> None:
-    """Raise ValueError if the strategy does not exist in this framework or on this kind of device."""
     if name_of(strategy) != "push":
         return
     if framework == "jax":
@@ -122,20 +120,6 @@ def check_device(strategy: Strategy, framework: str, device: str) -> None:
             f"strategy={strategy!r} copies between the memory of GPUs, and q is on {device!r}: move the tensors to GPUs of one "
             'host, or pass strategy="auto", which takes one that can'
         )
-
-
-def _of_ulysses(size: int, ranks: int, heads: int) -> str | None:
-    if ranks % size:
-        return f"groups of {size} ranks do not divide a ring of {ranks}"
-    if heads % size:
-        return f"{heads} query heads cannot be dealt evenly to {size} ranks; Ulysses(ranks=n) takes an n that divides both"
-    return None
-
-
-def _of_hosts(strategy: Strategy, size: int, ranks: int) -> str | None:
-    if isinstance(strategy, str):
-        return "how many ranks a host has is not known, pass TwoLevel(ranks=n)"
-    return f"hosts of {size} ranks do not divide a ring of {ranks}" if ranks % size else None
 
 
 def group_of(strategy: Strategy, ranks: int) -> int:

@@ -28,7 +28,6 @@ class Traffic(NamedTuple):
         return Traffic(self.messages + other.messages, self.bytes + other.bytes)
 
     def times(self, count: int) -> Traffic:
-        """Return this traffic multiplied by ``count``."""
         return Traffic(self.messages * count, self.bytes * count)
 
 
@@ -80,7 +79,6 @@ class SentSizes:
 
 
 def traffic(problem: Problem, rank: int = 0) -> tuple[Traffic, Traffic]:
-    """Return the traffic of ``rank`` in a call as a pair (forward, backward)."""
     if problem.options.values_in_keys:
         return _traffic(problem, rank)[0], _traffic(problem.ordinary, rank)[1]
     return _traffic(problem, rank)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..runs import Band
-from .oracle import BLOCK, Array, Attention, rounding
+from .oracle import BLOCK, Array, Attention, rounding, softmax
 
 
 class DilatedFeatures(NamedTuple):
@@ -95,7 +95,7 @@ def _attention(
         if call.softcap is not None:
             bounded = np.tanh(scores / dtype(call.softcap))
             scores, steepness = dtype(call.softcap) * bounded, 1 - bounded * bounded
-        softmaxes = [_softmax(scores, np.where(seen, count, 0)) for count in apart(patterns(call, h, i, j))]
+        softmaxes = [softmax(scores, np.where(seen, count, 0)) for count in apart(patterns(call, h, i, j))]
         outs = [rounded(rounded(p) @ v[keys]) for p, _ in softmaxes]
         lse[rows], alphas = _weights([lse_i for _, lse_i in softmaxes])
         out[rows] = rounded(np.sum([alpha * x for alpha, x in zip(alphas, outs, strict=True)], 0))
@@ -110,17 +110,6 @@ def _attention(
     back = lambda x: rounded(np.moveaxis(x, 1, 2))
     of_kv = lambda x: rounded(np.moveaxis(x.reshape(b, h // share, share, s, -1).sum(2), 1, 2))
     return Attention(back(out), np.moveaxis(lse, 1, 2)[..., 0], back(dq), of_kv(dk), of_kv(dv))
-
-
-def _softmax(scores: Array, count: Array) -> tuple[Array, Array]:
-    """Return probabilities, and lse [..., 1], with each key counted ``count`` times. If all counts are 0, return 0 and -inf."""
-    scores = np.where(count > 0, scores, -np.inf)
-    top = scores.max(-1, keepdims=True, initial=-np.inf)
-    top = np.where(np.isneginf(top), 0, top).astype(scores.dtype)
-    p = count * np.exp(scores - top)
-    total = p.sum(-1, keepdims=True)
-    with np.errstate(divide="ignore"):
-        return p / np.where(total > 0, total, 1), np.log(total) + top
 
 
 def _weights(lses: list[Array]) -> tuple[Array, list[Array]]:

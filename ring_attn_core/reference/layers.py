@@ -132,7 +132,6 @@ class Layers:
         return self.rounded(x @ weight.T)
 
     def _linear_backward(self, x: Array, weight: Array, dout: Array) -> tuple[Array, Array]:
-        """Return the gradients of x and of the weight."""
         return self.rounded(dout @ weight), self.rounded(np.tensordot(dout, x, ((0, 1), (0, 1))))
 
     def _turned(self, x: Array, sign: int = 1) -> Array:

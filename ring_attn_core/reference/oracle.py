@@ -112,6 +112,17 @@ def rounding(dtype: str) -> Callable[[Array], Array]:
     return lambda x: x
 
 
+def softmax(scores: Array, count: Any = 1) -> tuple[Array, Array]:
+    """Return probabilities, and lse [..., 1], with each key counted ``count`` times. If all counts are 0, return 0 and -inf."""
+    scores = np.where(count > 0, scores, -np.inf)
+    top = scores.max(-1, keepdims=True, initial=-np.inf)
+    top = np.where(np.isneginf(top), 0, top).astype(scores.dtype)
+    p = count * np.exp(scores - top)
+    total = p.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        return p / np.where(total > 0, total, 1), np.log(total) + top
+
+
 def _to_bfloat16(x: Array) -> Array:
     """Round float32 to bfloat16 precision, to nearest with ties to even."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .oracle import Array, rounding
+from .oracle import Array, rounding, softmax
 
 
 class SummaryAttended(NamedTuple):
@@ -92,7 +92,7 @@ def _attention(
     mine = of & keep[:, None]  # [b n s]
     pool = np.zeros((m, g, d), dtype) if features.pool is None else rounded(features.pool.astype(dtype))
     pool = np.tile(np.moveaxis(pool, 1, 0), (1, len(of) // m, 1))  # [g n d]
-    pooled = _softmax(np.where(mine[:, None], pool @ k.swapaxes(-1, -2) * dtype(d**-0.5), -np.inf))[0]
+    pooled = softmax(np.where(mine[:, None], pool @ k.swapaxes(-1, -2) * dtype(d**-0.5), -np.inf))[0]
     pooled = rounded(pooled)
     kbar, vbar = rounded(pooled @ k), rounded(pooled @ v)
     count = mine.sum(-1) / (m if features.pool is not None else 1)
@@ -104,7 +104,7 @@ def _attention(
     if features.softcap is not None:
         steepness = np.tanh(scores / dtype(features.softcap))
         scores, steepness = dtype(features.softcap) * steepness, 1 - steepness**2
-    p, lse = _softmax(np.where(seen, scores + stands_for, -np.inf))
+    p, lse = softmax(np.where(seen, scores + stands_for, -np.inf))
     out = rounded(rounded(p) @ values)
     delta = (dout * out).sum(-1, keepdims=True) - np.where(np.isneginf(lse), 0, dlse)
     ds = rounded(p * (dout @ values.swapaxes(-1, -2) - delta) * steepness)
@@ -122,14 +122,3 @@ def _attention(
     gradients = rounded(np.moveaxis(dk, 1, 2)), rounded(np.moveaxis(dv, 1, 2))
     dpool = None if features.pool is None else np.moveaxis(dpool, 1, 0)
     return SummaryAttended(whole(out), whole(lse)[..., 0], whole(dq), *gradients, dpool)
-
-
-def _softmax(scores: Array) -> tuple[Array, Array]:
-    """Return the softmax over the last dimension, and its lse [..., 1]. If all scores are -inf, return 0 and -inf."""
-    top = scores.max(-1, keepdims=True, initial=-np.inf)
-    top = np.where(np.isneginf(top), 0, top).astype(scores.dtype)
-    p = np.exp(scores - top)
-    total = p.sum(-1, keepdims=True)
-    something = total > 0
-    total = np.where(something, total, 1).astype(scores.dtype)
-    return p / total, np.where(something, np.log(total) + top, -np.inf)

@@ -94,23 +94,13 @@ def batches_of(problem: Problem, options: Patterns) -> tuple[FoldedBatches, ...]
             f"q has {local} tokens and k has {kv_local}: dilated attention is among the tokens of one sequence, pass equally many"
         )
     options.check_heads(heads)
+    call: dict[str, Any] = {"group_size": heads // kv_heads, "ranks": problem.ranks, "local": local}
+    call |= {"length": total.length, "mask": total.band}
     made = []
     for i, (segment, dilation) in enumerate(patterns):
         segment, dilation = _within(segment, dilation, max(problem.ranks * local, heads))
         own = range(heads) if mixing == "softmax" else [h for h in range(heads) if h * len(patterns) // heads == i]
-        made.append(
-            FoldedBatches(
-                segment=segment,
-                dilation=dilation,
-                first=own[0],
-                heads=len(own),
-                group_size=heads // kv_heads,
-                ranks=problem.ranks,
-                local=local,
-                length=total.length,
-                mask=total.band,
-            )
-        )
+        made.append(FoldedBatches(segment=segment, dilation=dilation, first=own[0], heads=len(own), **call))
     return tuple(made)
 
 

@@ -74,16 +74,8 @@ class SummaryOptions:
 
     def exact(self, mask: Band) -> Options:
         """Return the options of exact attention with ``mask`` and layout "contiguous"; copy the other values from this object."""
-        return Options(
-            layout="contiguous",
-            mask=mask,
-            length=self.length,
-            scale=self.scale,
-            softcap=self.softcap,
-            strategy=self.strategy,
-            backend=self.backend,
-            deterministic=self.deterministic,
-        )
+        names = "length", "scale", "softcap", "strategy", "backend", "deterministic"
+        return Options(layout="contiguous", mask=mask, **{name: getattr(self, name) for name in names})
 
     @property
     def width(self) -> int:
@@ -143,7 +135,6 @@ class SummaryPlan:
 
     @property
     def length(self) -> int:
-        """The global number of tokens, without padding."""
         return self.ranks * self.local if self.options.length is None else self.options.length
 
     @property

@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from ring_attn_core.model.activations import check_activations
+from ring_attn_core.model.checks import check_activations
 
 from ..call.autograd import LSE_NAME, OUT_NAME
 

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ring_attn_core.constructor import takes
 from ring_attn_core.data.trees import tree_objection
 from ring_attn_core.masks import causal
 from ring_attn_core.model.alibi import alibi_slopes
 from ring_attn_core.model.config import AttentionConfig
-from ring_attn_core.model.constructor import takes
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.runs import Band
 

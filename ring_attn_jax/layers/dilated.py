@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import jax
 
+from ring_attn_core.constructor import takes
 from ring_attn_core.model.config import SparseConfig
-from ring_attn_core.model.constructor import takes
 from ring_attn_core.variants.dilated import Patterns
 
 from ..variants.dilated import dilated_attention

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ring_attn_core.model.constructor import extract, takes
+from ring_attn_core.constructor import extract, takes
 from ring_attn_core.model.mixers import GatedDeltaNetConfig
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 

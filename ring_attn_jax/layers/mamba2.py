@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ring_attn_core.model.constructor import extract, takes
+from ring_attn_core.constructor import extract, takes
 from ring_attn_core.model.mixers import Mamba2Config
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 
+from ring_attn_core.constructor import extract
 from ring_attn_core.model.config import AttentionConfig
-from ring_attn_core.model.constructor import extract
 from ring_attn_core.problem.options import Options
 from ring_attn_core.releases import warn_if_untried
 

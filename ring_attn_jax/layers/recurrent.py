@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ring_attn_core.model.constructor import extract
+from ring_attn_core.constructor import extract
 from ring_attn_core.model.mixers import first_decays
 from ring_attn_core.releases import warn_if_untried
 

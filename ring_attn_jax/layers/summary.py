@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ring_attn_core.constructor import extract, takes
 from ring_attn_core.masks import causal
 from ring_attn_core.model.config import SparseConfig
-from ring_attn_core.model.constructor import extract, takes
 from ring_attn_core.runs import Band
 from ring_attn_core.variants.summary import SummaryOptions
 

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ring_attn_core.model.activations import check_activations
-from ring_attn_core.model.checks import check_flags
+from ring_attn_core.constructor import extract, takes
+from ring_attn_core.model.checks import check_activations, check_flags
 from ring_attn_core.model.config import TransformerConfig
-from ring_attn_core.model.constructor import extract, takes
 from ring_attn_core.model.generation import OnToken, Progress
 from ring_attn_core.model.masks import layer_offset
 from ring_attn_core.model.mixers import check_mixers_call

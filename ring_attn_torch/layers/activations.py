@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ring_attn_core.model.activations import check_activations
+from ring_attn_core.model.checks import check_activations
 
 Caller = Callable[..., Tensor]
 """A function ``call(function, x, *shared)`` that returns ``function(x, *shared)`` and limits the tensors saved for the backward.

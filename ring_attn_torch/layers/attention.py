@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ring_attn_core.constructor import takes
 from ring_attn_core.data.trees import tree_objection
 from ring_attn_core.kernels.backends import check_vendor
 from ring_attn_core.masks import causal
 from ring_attn_core.model.alibi import alibi_slopes
 from ring_attn_core.model.config import AttentionConfig
-from ring_attn_core.model.constructor import takes
 from ring_attn_core.model.masks import layer_offset
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.runs import Band

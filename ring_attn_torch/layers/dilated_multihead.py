@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ring_attn_core.model.constructor import takes
+from ring_attn_core.constructor import takes
 from ring_attn_core.problem.checks import check_dropout_rate
 from ring_attn_core.problem.options import Options
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ring_attn_core.model.constructor import extract, takes
+from ring_attn_core.constructor import extract, takes
 from ring_attn_core.model.mixers import Mamba2Config
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ring_attn_core.constructor import takes
 from ring_attn_core.kernels.backends import check_vendor
-from ring_attn_core.model.constructor import takes
 
 from ..attend.dropout import Dropout
 from ..call.autograd import attention

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ring_attn_core.constructor import extract
 from ring_attn_core.layouts import padded_local
 from ring_attn_core.masks import causal, full
-from ring_attn_core.model.constructor import extract
 from ring_attn_core.problem.checks import check_dropout_rate
 from ring_attn_core.problem.options import Options
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from ring_attn_core.constructor import extract
 from ring_attn_core.model.config import AttentionConfig
-from ring_attn_core.model.constructor import extract
 from ring_attn_core.problem.options import Options
 
 from ..ring.agreement import same_error

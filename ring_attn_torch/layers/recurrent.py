@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ring_attn_core.model.constructor import extract
+from ring_attn_core.constructor import extract
 from ring_attn_core.model.mixers import first_decays
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 

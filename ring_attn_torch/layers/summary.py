@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from ring_attn_core.constructor import extract, takes
 from ring_attn_core.masks import causal
 from ring_attn_core.model.config import SparseConfig
-from ring_attn_core.model.constructor import extract, takes
 from ring_attn_core.runs import Band
 from ring_attn_core.variants.summary import SummaryOptions
 
