@@ -8,10 +8,13 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from .support.selection import mark_repeats
 from .support.timings import UNKNOWN, Timings, read_seconds
 from .support.warm import CACHE, QUICK, collect_rarely
 
@@ -34,8 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Timings(config.getoption("--timings")))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest reads -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the whole grid without --full, and random campaigns unless ``-m`` names them."""
+    """Thin grids; leave out the whole grid without --full, and random campaigns unless ``-m`` names them."""
+    mark_repeats(items)
     wanted = {"full": config.getoption("--full"), "campaign": "campaign" in str(config.getoption("markexpr"))}
     unwanted = [name for name in wanted if not wanted[name]]
     left_out = {item for item in items if any(map(item.get_closest_marker, unwanted))}
@@ -121,6 +126,16 @@ def gloo():
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def warm_workers():
+    """Fork the workers of our commands from the server of parity_tests/support/warm.py: a new one imports for many seconds."""
+    from .support import warm
+
+    server = SimpleNamespace(get_context=lambda _: warm.context("torch", "jax"))
+    with patch("ring_attn_cli.processes.multiprocessing", server):
+        yield
 
 
 @pytest.fixture(scope="session")
