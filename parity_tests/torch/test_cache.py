@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ring_attn_torch import KVCache, TransformerConfig, prefill
+from ring_attn_torch import KVCache, prefill
 
 from ..support.caches import check
 from ..support.spawn import PerRank
@@ -238,10 +238,3 @@ def test_evicted_keys_are_gone_from_memory_and_reset_ones_from_sight():
     assert not cache.k[:, 1].any()
     assert not cache.v[:, 1].any()
     assert (cache.positions == -1).all()
-
-
-def test_a_cache_is_made_for_a_models_config():
-    config = TransformerConfig(vocab=10, dim=32, depth=3, heads=4, kv_heads=2)
-    cache = KVCache.make(config, 1, 7)
-    assert (cache.k.shape, cache.k.dtype) == ((3, 1, 8, 2, 8), torch.float32)
-    assert KVCache.make(config, 1, 7, dtype=torch.float16).k.dtype == torch.float16
