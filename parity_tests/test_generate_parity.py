@@ -27,7 +27,8 @@ def generated_on_rank(group: Any) -> list[list[list[int]]]:
     return [model.generate(PROMPTS, **asked) for asked in ASKED]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_both_frameworks_generate_the_same_text(gloo, ranks):
     with jax.enable_x64(True):
         model = in_jax.model_of("features", None if ranks == 1 else ranks)

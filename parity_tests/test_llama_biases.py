@@ -135,6 +135,7 @@ def _with(model: Any, state: Any) -> Any:
     return other
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", BIASED)
 @pytest.mark.parametrize("package", [ring_attn_jax, ring_attn_torch], ids=["jax", "torch"])
 def test_a_folder_of_transformers_comes_back_with_biases_ids_and_length(name, package, tmp_path):

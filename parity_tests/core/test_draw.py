@@ -91,6 +91,7 @@ def test_the_terminal_shows_who_computes_what_at_each_step():
     assert "0:4, 12:16" in shown
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("length", "kv_length"), [(8191, None), (8191, 3000), (1_000_003, 2_000_003)])
 @pytest.mark.parametrize("ranks", first([3, 1, 8]))
 @each_mask
@@ -104,6 +105,7 @@ def test_the_terminal_picture_fits_80_columns(layout: str, mask: Band, ranks: in
     assert [f"{share:.3f}" for share in (each * ranks / sum(work) for each in work) if f"{share:.3f}" not in shown] == []
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("width", first([30, 79, 132, 300, 40, 60, 100, 200], 4))
 @pytest.mark.parametrize(
     "plan",

@@ -111,6 +111,7 @@ def qkv(*batch: int, tokens: int = 8) -> tuple[jax.Array, ...]:
     return tuple(jax.random.normal(key, (*batch, tokens, 2, 4)) for key in jax.random.split(jax.random.key(1), 3))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_traced_mask_that_does_not_fit_gives_nan_where_it_does_not():
     mask = np.tri(8, dtype=bool)[None, None]
@@ -146,6 +147,7 @@ def test_dropout_is_the_same_on_any_mesh():
         assert np.abs(ring - different).max() > 0.1
 
 
+@pytest.mark.exhaustive
 def test_linens_dropout_goes_through():
     module = nn.MultiHeadDotProductAttention(
         2, dropout_rate=0.4, broadcast_dropout=False, deterministic=False, attention_fn=attention_fn(mesh=mesh_of(2))

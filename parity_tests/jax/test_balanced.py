@@ -75,6 +75,7 @@ def test_packed_documents_are_each_as_if_alone():
     check_documents(documents, arrays, [np.asarray(x) for x in program()(*arrays)])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", first(["direct", "ring", "gather"], 1))
 def test_a_document_changes_no_bit_of_another(strategy):
@@ -188,7 +189,10 @@ def test_fifty_batches_of_other_documents_compile_once():
         ({"strategy": "gather"}, "strategy='gather' does not run a TracedLayout"),
         ({"strategy": "direct"}, "or the shard.layout that the TracedLayout was made of"),
         ({"length": 31}, "this layout deals 32 tokens to 2 ranks, got 31 tokens"),
-        ({"alibi_slopes": jnp.ones(4), "backend": "triton"}, "alibi_slopes counts positions along runs"),
+        pytest.param(
+            *({"alibi_slopes": jnp.ones(4), "backend": "triton"}, "alibi_slopes counts positions along runs"),
+            marks=pytest.mark.exhaustive,
+        ),
         (
             {"layout": TracedLayout.of(balanced_layout((40,), 2))},
             "a shard of this layout has 20 tokens on each",

@@ -15,6 +15,7 @@ from ring_attn_jax.call.autograd import recorded
 from ring_attn_jax.call.prepare import Arrays, problem_of
 
 
+@pytest.mark.exhaustive
 def test_a_block_is_not_rounded_to_the_dtype_of_its_inputs():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 6, 2, 8), jnp.bfloat16)
     out, lse = attend_block(q, k, v)

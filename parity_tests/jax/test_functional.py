@@ -161,6 +161,7 @@ def test_a_traced_mask_with_a_hole_gives_nan_where_it_is():
     assert np.isnan(lse).all((0, 2)).tolist() == [i == 5 for i in range(8)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_it_works_where_nothing_is_promoted():
     """On a mesh of Explicit axes, with a traced mask and traced lengths, forward and backward."""

@@ -32,6 +32,7 @@ def test_a_ring_is_as_exact_as_one_rank(size, spread, ranks):
     check_no_ring_adds_errors([check_exact(case, run(case)) for case in (large(size, n, spread) for n in ranks)], ranks)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", one_of_each(6, STRATEGIES.values()), ids=STRATEGIES)
 def test_every_strategy_is_as_exact(strategy):

@@ -79,6 +79,7 @@ def arrays(dtype=jnp.float32):
     return [jnp.asarray(x, dtype) for x in (q, k, dout)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", first([AxisType.Auto, AxisType.Explicit]))
 @pytest.mark.parametrize("backend", first(["auto", "blockwise"]))

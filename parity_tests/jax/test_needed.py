@@ -37,7 +37,7 @@ def test_needed_keys_are_exact_with_every_feature(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", DISORDERED_CASES, ids=str)
+@pytest.mark.parametrize("case", first(DISORDERED_CASES), ids=str)
 def test_needed_keys_are_exact_if_runs_are_not_in_order_of_position(case):
     check(case, run.__wrapped__(case))
 

@@ -32,7 +32,7 @@ from ..support.selection import first, one_in
 from .ring import mesh_of, options, run, run_once, whole
 
 
-@pytest.mark.parametrize("case", first(CHOSEN, 3, 9), ids=str)
+@pytest.mark.parametrize("case", first(CHOSEN, 2, 9), ids=str)
 def test_out_lse_and_gradients_are_exact(case):
     check(case, run(case))
 
@@ -125,7 +125,7 @@ def test_a_seed_may_be_any_int64(seed):
 def test_batch_rows_and_heads_are_counted_modulo_2_to_the_32(offset):
     draw = dropout.dropout_state(5, offset)
     positions = jnp.arange(40)
-    got = dropout.keep_mask(dropout.philox_keys(draw, 3, 2), 0.3, positions, positions)
+    got = jax.jit(lambda: dropout.keep_mask(dropout.philox_keys(draw, 3, 2), 0.3, positions, positions))()
     np.testing.assert_array_equal(got, keep_mask(5, 0.3, 3, 2, np.arange(40), np.arange(40), offset))
 
 

@@ -55,6 +55,7 @@ def test_hops_are_the_plans(layout, mask, ranks):
     assert permutes(gradients(ring), q, k, v) == len(plan.hops) * 3 + (plan.home > 0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "kv_heads"), first([(kind, n) for n, kind in product((2, 1, 4), KINDS.values())], 1, 4))
 def test_a_data_seq_tensor_mesh_equals_one_device_and_gathers_nothing(kind, kv_heads):
     inputs = arrays(kv_heads=kv_heads)
@@ -218,6 +219,7 @@ def test_nothing_in_gives_nothing_out(shape):
     assert jax.grad(attention)(x).shape == shape
 
 
+@pytest.mark.exhaustive
 def test_a_mesh_may_mix_explicit_and_auto_axes():
     mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(AxisType.Explicit, AxisType.Auto))
     mixed = jax.jit(partial(sharded_ring_attention, mesh=mesh, batch_axes="data"))(*arrays())

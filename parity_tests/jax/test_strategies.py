@@ -53,6 +53,7 @@ def test_a_batch_without_rows_may_have_a_key_mask_under_gather():
     check(case, run(case))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("case", first(PAIRS, 1, 4), ids=str)
 def test_every_strategy_is_exact_with_every_feature(case):
@@ -177,6 +178,7 @@ def gradients(attention: Any) -> Any:
     return jax.jit(jax.grad(lambda q, k, v: jnp.sum(jnp.sin(attention(q, k, v))), (0, 1, 2)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "strategy"), first([(AxisType.Auto, "ulysses"), (AxisType.Explicit, "gather"), (AxisType.Explicit, "ulysses")], 1, 2)

@@ -65,6 +65,7 @@ def test_vmap_over_a_mesh_axis_of_queries_alone():
     np.testing.assert_allclose(got, jnp.stack([call(row) for row in q]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", first(["ring", "extents", "dilated"], 1, 2))
 def test_an_exported_gradient_takes_any_batch(name):
     """On one device: XLA (jax 0.12) ends the process where the gradient that it compiles again is over several."""
@@ -145,6 +146,7 @@ def test_many_tangents_at_once_are_refused_by_the_library_or_under_jit_by_jax(ho
         jax.jit(derivative)(q)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", first([AxisType.Explicit, AxisType.Auto], 1, 1))
 @pytest.mark.parametrize("name", first(SHARDED))
 def test_arrays_that_lie_on_another_device_are_copied_to_the_mesh(name, kind):

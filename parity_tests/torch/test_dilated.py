@@ -37,6 +37,7 @@ def test_the_published_setting_is_exact(gloo):
     check(PUBLISHED, run(gloo, PUBLISHED))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("case", [CASES[2], CASES[5]], ids=str)
 @pytest.mark.parametrize("token", [1, 9, 20])
 def test_future_tokens_change_nothing_on_any_rank(gloo, case, token):

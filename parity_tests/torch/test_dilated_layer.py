@@ -86,6 +86,7 @@ def test_random_calls_are_dense_attention_of_the_same_sparsity_or_refused_by_nam
     check_draws(draws, gloo(ranks, dilated_over_a_ring, draws), densely)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", first([3, 1]))
 def test_random_calls_of_one_segment_are_torchs_own(gloo, ranks):
     draws = [drawn for seed in SEEDS[ranks - 1 :: 3] if (drawn := draw_dilated(seed, [WHOLE]))]

@@ -109,6 +109,7 @@ def test_nan_in_dlse_of_a_query_that_sees_no_key_reaches_the_sinks_alone(gloo):
     check_sinks_alone(run(gloo, SINKS_ALONE), run(gloo, with_nan_in_dlse(SINKS_ALONE)))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dropout_keeps_the_same_set_on_every_ring(gloo, layout, ranks):

@@ -170,6 +170,7 @@ def test_ranks_with_other_strategies_are_told_so(gloo):
         assert "disagree on strategy: 'gather' on rank 0, 'Ulysses(ranks=2)' on rank 1" in str(error)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("name", first(["direct", "in pairs", "two_way", "gather", "ulysses", "two_level"], 1, 2))
 def test_a_compiled_call_takes_the_strategy(gloo, name):
