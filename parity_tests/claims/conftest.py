@@ -29,7 +29,7 @@ class Framework:
         if self.name == "jax":
             return importlib.import_module("jax.numpy").asarray(np.asarray(x), dtype)
         torch = importlib.import_module("torch")
-        made = torch.from_numpy(np.ascontiguousarray(x))
+        made = torch.from_numpy(np.array(x, order="C"))
         return made if dtype is None else made.to(getattr(torch, dtype))
 
     def arrays(self, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def test_what_does_not_run_is_refused_by_name(layout: Any, options: dict[str, An
     q = jnp.zeros((1, 32, 4, 8))
     attention = jax.shard_map(partial(ring_attention, layout=layout, **options), mesh=mesh_of(2), in_specs=SEQ, out_specs=SEQ)
     with pytest.raises(ValueError, match=re.escape(message)):
-        attention(q, q, q)
+        jax.eval_shape(attention, q, q, q)
 
 
 def test_documents_that_jax_traces_are_refused():
@@ -204,7 +204,7 @@ def test_what_a_traced_layout_does_not_run_is_refused_by_name(options: dict[str,
     given: Any = {"layout": TracedLayout.of(OF_TWO)} | options
     attention = jax.shard_map(partial(ring_attention, **given), mesh=mesh_of(2), in_specs=SEQ, out_specs=SEQ)
     with pytest.raises(ValueError, match=re.escape(message)):
-        attention(q, q, q)
+        jax.eval_shape(attention, q, q, q)
 
 
 def test_a_layout_whose_runs_are_not_in_order_is_not_traced():

@@ -37,6 +37,11 @@ def test_blocks_merged_are_the_whole(case: Case, cut: Cut):
     check(case, Attention(*(np.asarray(x, np.float32) for x in (*primal, *gradients))))
 
 
+def compiled(**options):
+    """Return ``attend_block`` as one program, where JAX would compile each operation."""
+    return jax.jit(partial(attend_block, **options))
+
+
 def pull(function, inputs, cotangents):
     primal, vjp = jax.vjp(function, *inputs)
     return primal, vjp(cotangents)
@@ -63,9 +68,9 @@ def attention_in_blocks(case, cut, features, q, k, v, sinks):
 @pytest.mark.slow
 def test_what_a_block_holds_beyond_its_runs_is_never_read():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 8, 2, 4))
-    want = attend_block(q[:, :5], k[:, :6], v[:, :6], mask=full())
+    want = compiled(mask=full())(q[:, :5], k[:, :6], v[:, :6])
     q, k, v = (x.at[:, length:].set(jnp.nan) for x, length in ((q, 5), (k, 6), (v, 6)))
-    (out, lse), vjp = jax.vjp(lambda q, k, v: attend_block(q, k, v, mask=full(), q_run=Run(0, 5), k_run=Run(0, 6)), q, k, v)
+    (out, lse), vjp = jax.vjp(compiled(mask=full(), q_run=Run(0, 5), k_run=Run(0, 6)), q, k, v)
     np.testing.assert_allclose(out[:, :5], want[0], atol=1e-6)
     assert (out[:, 5:] == 0).all()
     assert (lse[:, 5:] == -jnp.inf).all()
@@ -78,7 +83,7 @@ def test_merging_with_nothing_changes_nothing_and_gives_no_nan():
     out, lse = jax.random.normal(jax.random.key(0), (1, 3, 2, 4)), jax.random.normal(jax.random.key(1), (1, 3, 2))
     nothing = jnp.zeros_like(out), jnp.full_like(lse, -jnp.inf)
     for pair in (lambda x: (x, nothing), lambda x: (nothing, x)):
-        merged, vjp = jax.vjp(lambda *x, pair=pair: merge(*pair(x)), out, lse)
+        merged, vjp = jax.vjp(jax.jit(lambda *x, pair=pair: merge(*pair(x))), out, lse)
         for mine, same in zip(merged, (out, lse), strict=True):
             np.testing.assert_allclose(mine, same, atol=1e-6)
         for gradient in vjp(jax.tree.map(jnp.ones_like, merged)):
@@ -93,7 +98,7 @@ def test_a_traced_run_compiles_nothing_anew():
     block(3, 8)
     with jax.no_tracing():
         moved = block(5, 6)
-    for mine, plain in zip(moved, attend_block(q, k, v, q_run=Run(5, 6)), strict=True):
+    for mine, plain in zip(moved, compiled(q_run=Run(5, 6))(q, k, v), strict=True):
         np.testing.assert_allclose(mine, plain, atol=1e-6)
 
 
@@ -116,7 +121,7 @@ def test_gradients_of_what_every_rank_holds_alike_are_summed_over_blocks_elsewhe
     whole = jax.sharding.PartitionSpec()
     placed = jax.shard_map(own, mesh=mesh_of(2), in_specs=whole, out_specs=jax.sharding.PartitionSpec("seq"))
     both = lambda q, k, v: jnp.stack([at(0)(q, k, v), at(3)(q, k, v)])
-    np.testing.assert_allclose(jax.jit(placed)(q, k, v), both(q, k, v), atol=1e-6)
+    np.testing.assert_allclose(jax.jit(placed)(q, k, v), jax.jit(both)(q, k, v), atol=1e-6)
     gradients = (jax.jit(jax.grad(lambda *x, f=f: jnp.sum(f(*x) ** 2), (0, 1, 2)))(q, k, v) for f in (placed, both))
     for mine, plain in zip(*gradients, strict=True):
         np.testing.assert_allclose(mine, plain, atol=1e-5)
@@ -128,7 +133,7 @@ def test_a_block_inside_shard_map_takes_its_place_from_the_rank():
     spec = jax.sharding.PartitionSpec(None, "seq")
     whole = jax.sharding.PartitionSpec()
     placed = jax.shard_map(own, mesh=mesh_of(2), in_specs=(spec, whole, whole), out_specs=spec)
-    np.testing.assert_allclose(jax.jit(placed)(q, k, v), attend_block(q, k, v)[0], atol=1e-6)
+    np.testing.assert_allclose(jax.jit(placed)(q, k, v), compiled()(q, k, v)[0], atol=1e-6)
     total = lambda f: jax.jit(jax.grad(lambda *x: jnp.sum(f(*x) ** 2), (0, 1, 2)))
     gradients = (total(f)(q, k, v) for f in (placed, lambda *x: attend_block(*x)[0]))
     for mine, plain in zip(*gradients, strict=True):
@@ -144,7 +149,7 @@ def test_a_second_derivative_raises():
 
 def test_the_values_of_an_identity_give_the_weights_of_attention():
     q, k = (jax.random.normal(jax.random.key(heads), (1, 9, heads, 8)) for heads in (4, 2))
-    weights, _ = attend_block(q, k, jnp.broadcast_to(jnp.eye(9)[None, :, None], (1, 9, 2, 9)), mask=causal())
+    weights, _ = compiled(mask=causal())(q, k, jnp.broadcast_to(jnp.eye(9)[None, :, None], (1, 9, 2, 9)))
     scores = 8**-0.5 * jnp.einsum("bshd,bthd->bsht", q, k.repeat(2, 2))
     exact = jax.nn.softmax(jnp.where(jnp.tri(9, dtype=bool)[None, :, None], scores, -jnp.inf))
     np.testing.assert_allclose(weights, exact, rtol=0, atol=1e-6)

@@ -98,4 +98,4 @@ def test_an_axis_that_the_shard_map_lacks_is_refused_with_those_it_has(name, axe
     call = jax.shard_map(CALLS[name], mesh=mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False)
     names = {1: "this shard_map is over ring: pass axis_name='ring'", 2: "over rows, ring: pass axis_name='rows' or 'ring'"}
     with pytest.raises(ValueError, match=rf"axis_name='seq' is not a mesh axis here, .*{names[len(axes)]}(\n|$)"):
-        call(jnp.ones((1, 8, 2, 4)))
+        jax.eval_shape(call, jnp.ones((1, 8, 2, 4)))
