@@ -154,10 +154,11 @@ def four():
     """Such a pool of four, each of which has made the models of transformers, so that none comes late to another's first call."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
+    from .support import warm
     from .support.spawn import Ranks
     from .torch.hugging_face import ready
 
-    pool = Ranks(most=4)
+    pool = Ranks(most=4, needed=(warm.HUGGING_FACE,))
     pool(4, ready)
     yield pool
     pool.close()
