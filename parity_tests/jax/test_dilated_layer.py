@@ -174,6 +174,7 @@ def test_a_traced_mask_that_does_not_fit_gives_nan_where_it_does_not():
     np.testing.assert_allclose(np.delete(out, 5, 1), np.delete(function(*qkv(1)), 5, 1), atol=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_query_that_the_mask_shows_no_key_gets_zero():
     rows = np.ones((1, 1, 8, 1), bool)

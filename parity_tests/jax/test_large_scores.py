@@ -68,6 +68,7 @@ def test_a_policy_that_saves_out_and_lse_runs_no_second_ring():
     assert sends(jax.checkpoint(sharded, policy=policy)) == sends(sharded)
 
 
+@pytest.mark.exhaustive
 def test_the_gradients_of_a_block_are_as_exact():
     case = large(1e6, 1, True)
     *qkv, dout = inputs(case)

@@ -109,6 +109,7 @@ def test_dropout_keeps_the_same_set_on_every_ring(layout, ranks):
     check_kept(case, natural(case, dropped(case, mesh_of(ranks), case.seed)))
 
 
+@pytest.mark.exhaustive
 def test_dropout_keeps_the_same_set_where_batch_and_heads_are_sharded():
     case = one_hot(Case("zigzag", full(), 2, v_dim=37, dropout_rate=0.3))
     mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "tensor"), axis_types=(AxisType.Auto,) * 3)

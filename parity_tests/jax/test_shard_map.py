@@ -91,6 +91,7 @@ def test_gradients_of_inputs_replicated_over_another_axis_are_summed_over_it(rep
         assert relative_error(np.asarray(from_layout(a, "striped", 2, 16)), np.asarray(b)) <= 1e-6
 
 
+@pytest.mark.exhaustive
 def test_sub_rings_over_one_axis_of_a_larger_mesh_keep_to_themselves():
     inputs = arrays()
     mesh = jax.make_mesh((2, 4), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
@@ -218,6 +219,7 @@ def test_a_mesh_may_mix_explicit_and_auto_axes():
     assert relative_error(np.asarray(mixed), np.asarray(expected)) <= 1e-6
 
 
+@pytest.mark.exhaustive
 def test_nan_that_reaches_a_query_which_sees_nothing_reaches_no_key():
     ring = partial(sharded_ring_attention, mesh=mesh_of(2), layout="contiguous", mask=causal(offset=-3), return_lse=True)
     (out, lse), vjp = jax.vjp(ring, *arrays())

@@ -179,6 +179,7 @@ def test_integers_that_jax_would_wrap_are_refused():
         shard_batch(jnp.zeros((1, 2), int), "zigzag", 1, documents=jnp.array([[5, 2**32 - 1]], jnp.uint32))
 
 
+@pytest.mark.exhaustive
 def test_loss_of_uneven_shards_is_one_devices():
     ids, embedding, head = uneven()
     batch = shard_batch(jnp.asarray(ids), "contiguous", 4, documents=jnp.asarray(UNEVEN))

@@ -44,6 +44,7 @@ def test_arrays_are_of_the_dtypes_of_a_shard():
     np.testing.assert_array_equal(tree_extents(*packed.tree).positions, packed.positions)
 
 
+@pytest.mark.exhaustive
 def test_attention_over_the_tree_is_that_of_every_rollout_alone():
     of = policy()
     q = jnp.asarray(np.random.default_rng(1).standard_normal((*of.packed.ids.shape, 2, 4)), jnp.float32)

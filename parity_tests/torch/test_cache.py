@@ -12,13 +12,14 @@ import torch
 from ring_attn_torch import KVCache, prefill
 
 from ..support.caches import check
+from ..support.selection import one_of_each
 from ..support.spawn import PerRank
 from ..support.stories import CHOSEN, REST, Append, Call, Prefill, Story
 from .caches import on_rank, small, snapshot
 from .models import Group
 
 
-@pytest.mark.parametrize("story", [*CHOSEN, *REST], ids=str)
+@pytest.mark.parametrize("story", one_of_each(2, [*CHOSEN, *REST]), ids=str)
 def test_every_rank_holds_what_the_model_says_and_prefill_is_attention_over_the_whole_request(gloo, story):
     results = gloo(story.ranks, on_rank, story)
     check(story, list(zip(*results, strict=True)))

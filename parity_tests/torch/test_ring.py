@@ -51,7 +51,7 @@ def test_the_rest_of_the_grid_is_exact(gloo, case):
     check(case, run(gloo, case))
 
 
-@pytest.mark.parametrize("case", SPECIAL, ids=str)
+@pytest.mark.parametrize("case", one_of_each(2, SPECIAL), ids=str)
 def test_cross_attention_padding_and_odd_sizes_are_exact(gloo, case):
     check(case, run(gloo, case))
 
@@ -81,7 +81,7 @@ def test_future_tokens_change_nothing_on_any_rank(gloo, layout, ranks, token):
     check_future_unseen(run(gloo, case), run(gloo, case.with_other_future(token)), token, case.length)
 
 
-@pytest.mark.parametrize("case", one_of_each(2, COMBINATIONS), ids=str)
+@pytest.mark.parametrize("case", one_of_each(4, COMBINATIONS), ids=str)
 def test_any_two_features_together_are_exact(gloo, case):
     check(case, run(gloo, case))
 
