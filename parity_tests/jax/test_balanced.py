@@ -32,6 +32,7 @@ from ..support.selection import first
 from .ring import QUICK, SEQ, mesh_of, run_once
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("case", first([CASES[i] for i in (0, 1, 2, 3, 7, 4, 5, 6)], most=5), ids=str)
 def test_each_feature_and_strategy_is_exact(case):

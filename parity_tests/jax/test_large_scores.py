@@ -40,6 +40,7 @@ def test_every_strategy_is_as_exact(strategy):
     check_exact(case, run(case))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 def test_masks_sinks_and_dropout_are_as_exact(size):

@@ -26,6 +26,7 @@ def model_and_cache() -> tuple[RingTransformer, KVCache]:
     return model, KVCache.make(model.config, 2, 24, mesh=mesh_of(2))
 
 
+@pytest.mark.exhaustive
 def test_outside_jit_a_step_and_a_chunk_compile_once():
     """Each trace calls one of the two functions; chunks of other lengths with the same longest one are one program."""
     model, kept = model_and_cache()

@@ -133,6 +133,7 @@ def test_ten_runs_give_the_same_bits(strategy):
         check_same(again, results[0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", first(["ring", *STRATEGIES.values()]), ids=["ring", *STRATEGIES])
 @pytest.mark.parametrize("delays", first([2, 100], 1, 1, "campaign"))
