@@ -48,7 +48,9 @@ def test_the_quick_demo_keeps_every_bound_and_writes_its_three_files(framework, 
     """XLA compiles the part of JAX for a minute, which other tests of the comparison and of training run too."""
     for package in ("torch", "jax", "flax", "optax", "typer"):
         pytest.importorskip(package)
-    done = CliRunner().invoke(app, ["demo", "--quick", "--framework", framework, "--tokens", "512", "--out", str(tmp_path)])
+    done = CliRunner().invoke(
+        app, ["demo", "--quick", "--framework", framework, "--ranks", "2", "--tokens", "512", "--out", str(tmp_path)]
+    )
     assert done.exit_code == 0, done.output
     assert f"All {bounds} bounds are kept" in done.stdout
     for picture in ("losses.png", "plan.png"):
