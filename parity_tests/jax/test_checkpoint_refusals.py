@@ -121,6 +121,7 @@ def test_another_dtype_or_optimizer_is_refused_and_changes_no_bit(name: str, tmp
     checkpoints.close()
 
 
+@pytest.mark.exhaustive
 def test_parameters_with_optimizers_of_their_own_are_resumed_to_the_bit(tmp_path):
     labels = lambda params: jax.tree.map_with_path(lambda path, _: path[0].key, params)
     transformation = optax.multi_transform({"a": optax.adamw(0.1), "b": optax.sgd(0.1, momentum=0.9)}, labels)

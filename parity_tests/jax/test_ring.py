@@ -49,6 +49,7 @@ def test_cross_attention_padding_and_odd_sizes_are_exact(case):
     check(case, run(case, quick=False))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", first([2, 1]))
 def test_a_key_that_outweighs_all_others_has_probability_1_to_the_last_bit(ranks):
     """However large the scores: lse is carried and comes back as it was rounded."""

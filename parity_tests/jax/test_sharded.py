@@ -75,6 +75,7 @@ def test_an_offset_is_added_to_those_of_the_shards():
 SEEDS = (1, 2), (jnp.uint32(1), jnp.uint32(2)), (jnp.int32(1), jnp.int32(2))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", first(((pair,) for pair in SEEDS), 2), ids=repr)
 def test_outside_jit_a_new_seed_compiles_nothing(seeds):
@@ -167,6 +168,7 @@ def test_rows_keep_their_explicit_axes_if_batch_axes_is_forgotten(call):
     assert forgotten == named
 
 
+@pytest.mark.exhaustive
 def test_rows_keep_their_auto_axes_outside_jit_if_batch_axes_is_forgotten():
     mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
     q = jax.device_put(jax.random.normal(jax.random.key(0), (4, 8, 2, 4)), NamedSharding(mesh, PartitionSpec("data", "seq")))

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from ring_attn_core.reference.tolerance import relative_error

@@ -74,12 +74,14 @@ def test_every_feature_at_once_is_exact_and_hides_nan(case):
     check_same(run(replace(case, poison=True)), clean)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("case", first([SHARED[i] for i in (1, 0, 3, 2, 4)], 1, 3), ids=str)
 def test_key_heads_that_ranks_share_are_exact(case):
     check(case, run(case))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", first(LAST_FIRST.values(), 1, 2), ids=LAST_FIRST)
 def test_future_tokens_change_nothing_on_any_rank(strategy):

@@ -178,6 +178,7 @@ def test_a_pytorch_that_compiles_it_to_something_else_is_refused_by_name():
         call(x)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.skipif(not COMPILES, reason="PyTorch before 2.15 compiles it to something else")
 def test_a_compiled_call_needs_no_break_of_the_graph():

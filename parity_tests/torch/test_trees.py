@@ -137,6 +137,7 @@ def same_on_rank(group: Group, of: Policy, layout: Any) -> bool:
 PACKED = pack_rollouts([[1, 2, 3], [1, 2, 4]])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", first(["zigzag", balanced_tree_layout(*PACKED.tree, 2)]), ids=["zigzag", "balanced"])
 def test_unpack_compiles_as_one_graph(gloo, layout):
