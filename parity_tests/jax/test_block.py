@@ -140,13 +140,6 @@ def test_a_block_inside_shard_map_takes_its_place_from_the_rank():
         np.testing.assert_allclose(mine, plain, atol=1e-5)
 
 
-@pytest.mark.exhaustive
-def test_a_second_derivative_raises():
-    q = jax.random.normal(jax.random.key(0), (1, 4, 1, 4))
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        jax.grad(lambda q: jax.grad(lambda q: jnp.sin(attend_block(q, q, q)[0]).sum())(q).sum())(q)
-
-
 def test_the_values_of_an_identity_give_the_weights_of_attention():
     q, k = (np.random.default_rng(heads).standard_normal((1, 9, heads, 8), np.float32) for heads in (4, 2))
     weights, _ = compiled(mask=causal())(q, k, np.broadcast_to(np.eye(9, dtype=np.float32)[None, :, None], (1, 9, 2, 9)))

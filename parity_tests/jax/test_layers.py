@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ring_attn_jax
 from ring_attn_core import Band, causal, full, sliding_window
-from ring_attn_jax import from_layout, shard_batch, to_layout
+from ring_attn_jax import from_layout, to_layout
 from ring_attn_jax.layers.attention import RingAttention
 from ring_attn_jax.layers.rotary import RotaryEmbedding
 from ring_attn_jax.layers.transformer import RingTransformer
@@ -37,7 +36,7 @@ from ..support.models import (
     transformer_weights,
 )
 from ..support.selection import first
-from .models import REPLICATED, packed_training, run_layer, run_transformer
+from .models import REPLICATED, packed_training, run_layer
 from .ring import SEQ, mesh_of
 
 ARGUMENTS = arguments_of_attention()
@@ -149,34 +148,6 @@ def test_packed_training_over_a_ring_is_the_one_on_one_device():
     np.testing.assert_allclose(ring["losses"], alone["losses"], rtol=1e-5)
     assert_near(ring, alone, 1e-5)
     assert alone["losses"][-1] < 0.5 * alone["losses"][0]
-
-
-@pytest.mark.exhaustive
-def test_transformer_on_a_mesh_with_explicit_axes_is_the_one_on_a_ring_of_one():
-    mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
-    ids, labels = token_ids()
-    everything = {"windows": (9,), "softcap": 2.0, "sinks": True, "alibi": True, "dropout_rate": 0.2}
-    everything |= {"qk_norm": True, "qkv_bias": True}
-    sizes = {"tied": False, "depth": 1, **everything}
-    weights = transformer_weights(**sizes)
-    expected = run_transformer(weights, ids, labels, 1, "zigzag", 7, **sizes)
-    with jax.set_mesh(mesh):
-        model = RingTransformer(**TRANSFORMER | sizes, mesh=mesh, batch_axes="data", rngs=nnx.Rngs(0))
-        from_numpy(model, weights)
-        batch = shard_batch(jnp.asarray(ids), "zigzag", 2, labels=jnp.asarray(labels))
-        there = NamedSharding(mesh, PartitionSpec("data", "seq"))
-
-        @nnx.jit
-        def step(model, ids, labels):
-            def objective(model):
-                return loss(model(ids, length=LENGTH, dropout_seed=7), labels, axis_name=None)
-
-            return nnx.value_and_grad(objective)(model)
-
-        value, gradients = step(model, jax.device_put(batch.ids, there), jax.device_put(batch.labels, there))
-    nnx.update(model, gradients)
-    got = {"loss": np.asarray(value), **to_numpy(model)}
-    assert_near(got, {name: x for name, x in expected.items() if name != "logits"}, 1e-5)
 
 
 def test_a_transformer_computes_in_bfloat16_from_float32_weights():
