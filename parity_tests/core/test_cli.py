@@ -129,7 +129,7 @@ def test_a_missing_reader_of_data_is_answered_with_its_extra(tmp_path: Path, mon
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     (tmp_path / "config.toml").write_text(f"[data]\nfolder = '{tmp_path}'\npattern = 'a.parquet'\n")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    ran = CliRunner().invoke(app, ["train", str(tmp_path / "config.toml")])
+    ran = CliRunner().invoke(app, ["train", str(tmp_path / "config.toml"), "--out", str(tmp_path / "run")])
     assert (ran.exit_code, ran.stderr) == (2, 'ring-attn: pyarrow is not installed: run pip install "ring-attn[data]"\n')
 
 
