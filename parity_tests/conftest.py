@@ -8,10 +8,13 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from .support.selection import mark_repeats
 from .support.timings import UNKNOWN, Timings, read_seconds
 from .support.warm import CACHE, QUICK, collect_rarely
 
@@ -34,8 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Timings(config.getoption("--timings")))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest reads -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the whole grid without --full, and random campaigns unless ``-m`` names them."""
+    """Thin grids; leave out the whole grid without --full, and random campaigns unless ``-m`` names them."""
+    mark_repeats(items)
     wanted = {"full": config.getoption("--full"), "campaign": "campaign" in str(config.getoption("markexpr"))}
     unwanted = [name for name in wanted if not wanted[name]]
     left_out = {item for item in items if any(map(item.get_closest_marker, unwanted))}
@@ -123,6 +128,16 @@ def gloo():
     pool.close()
 
 
+@pytest.fixture(scope="module")
+def warm_workers():
+    """Fork the workers of our commands from the server of parity_tests/support/warm.py: a new one imports for many seconds."""
+    from .support import warm
+
+    server = SimpleNamespace(get_context=lambda _: warm.context("torch", "jax"))
+    with patch("ring_attn_cli.processes.multiprocessing", server):
+        yield
+
+
 @pytest.fixture(scope="session")
 def interpreter(pytestconfig: pytest.Config):
     """Such a pool of three, or of four with --full, where Triton interprets its kernels: a spawned process takes seconds."""
@@ -139,10 +154,11 @@ def four():
     """Such a pool of four, each of which has made the models of transformers, so that none comes late to another's first call."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
+    from .support import warm
     from .support.spawn import Ranks
     from .torch.hugging_face import ready
 
-    pool = Ranks(most=4)
+    pool = Ranks(most=4, needed=(warm.HUGGING_FACE,))
     pool(4, ready)
     yield pool
     pool.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from functools import cache
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,11 @@ from typer.testing import CliRunner  # noqa: E402
 
 from ring_attn_cli import compare  # noqa: E402
 from ring_attn_cli.compare import comparison, export, user  # noqa: E402
-from ring_attn_cli.compare.comparison import Comparison, VariantResult  # noqa: E402
+from ring_attn_cli.compare.comparison import Comparison, choose_contestants  # noqa: E402
+from ring_attn_cli.compare.sweep import make_sweep  # noqa: E402
 from ring_attn_cli.main import app  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
 PLANTED = "parity_tests.support.planted"
 FOUND = {
     "wrong_scale": "the scale is wrong: scores are multiplied by 1 where 0.25 was said, 4 times as much, as if they were not",
@@ -45,44 +49,57 @@ SIZES: dict[str, Any] = {
     "window": 11,
 }
 BOTH = ("jax", "torch")
-ON_CPU = {**dict.fromkeys(("ring", "layer", "transformer", "dilated", "summary"), BOTH), "sdpa": ("torch",)}
+IN_LAYERS = "layer", "transformer", "dilated", "summary"
+"""Variants that take JAX tens of seconds to compile: of both frameworks in ``make test-all`` only."""
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, Path]:
-    """One comparison of everything, for processes are slow to start."""
+def found(warm_workers: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, Path]:
+    """One comparison of attention and of the planted mistakes, for processes are slow to start."""
     folder = tmp_path_factory.mktemp("compare")
-    names = ["all", *(f"{'' if name in IN_JAX else 'torch:'}{PLANTED}:{name}" for name in FOUND)]
+    names = ["ring", "sdpa", *(f"{'' if name in IN_JAX else 'torch:'}{PLANTED}:{name}" for name in FOUND)]
     return compare.run(*names, json=folder / "compare.json", png=folder / "compare.png", **SIZES), folder
 
 
 @pytest.fixture(scope="module")
-def found_in_jax() -> Comparison:
+def found_in_jax(warm_workers: None) -> Comparison:
     """Return one comparison of the mistakes that ``found`` has in PyTorch only."""
     return compare.run(*(f"jax:{PLANTED}:{name}" for name in FOUND if name not in IN_JAX), **SIZES)
 
 
-def of(found: tuple[Comparison, Path], variant: str) -> list[VariantResult]:
-    return [result for result in found[0].results if result.variant == variant]
+@pytest.fixture(scope="module")
+def of_layers(warm_workers: None) -> Callable[[tuple[str, ...]], Comparison]:
+    """Return a function of frameworks that compares the variants of layers once."""
+    return cache(lambda frameworks: compare.run(*IN_LAYERS, framework=",".join(frameworks), **SIZES))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ON_CPU)
-def test_every_variant_of_a_cpu_keeps_its_bounds_on_one_device_and_on_a_ring(found: tuple[Comparison, Path], variant: str):
-    results = of(found, variant)
+@pytest.mark.parametrize(
+    ("frameworks", "variant"),
+    [
+        *((BOTH, "ring"), (("torch",), "sdpa"), *((("torch",), name) for name in IN_LAYERS)),
+        *(pytest.param(BOTH, name, marks=pytest.mark.exhaustive) for name in IN_LAYERS),
+    ],
+)
+def test_every_variant_of_a_cpu_keeps_its_bounds_on_one_device_and_on_a_ring(
+    found: tuple[Comparison, Path], of_layers: Callable[..., Comparison], frameworks: tuple[str, ...], variant: str
+):
+    comparison = of_layers(frameworks) if variant in IN_LAYERS else found[0]
+    results = [result for result in comparison.results if result.variant == variant]
     rings = (1,) if variant == "sdpa" else (1, 2)
-    assert [(each.framework, each.ranks) for each in results] == [(name, n) for name in ON_CPU[variant] for n in rings]
+    assert [(each.framework, each.ranks) for each in results] == [(name, n) for name in frameworks for n in rings]
     for each in results:
         assert each.passed and not each.diagnosis, each
         assert len(each.seconds) == 1 and min(each.seconds) > 0
         for quantity in each.quantities:
-            assert (quantity.from_other_framework is None) == (variant == "sdpa")
+            assert (quantity.from_other_framework is None) == (frameworks != BOTH)
             assert (quantity.from_one_device is None) == (each.ranks == 1)
             assert max(quantity.from_other_framework or 0, quantity.from_one_device or 0) < 1e-5
 
 
-def test_a_variant_that_a_cpu_does_not_run_is_left_out_in_words(found: tuple[Comparison, Path]):
-    reasons = {(each.variant, each.framework): each.reason for each in found[0].left_out}
+def test_a_variant_that_a_cpu_does_not_run_is_left_out_in_words():
+    sweep = make_sweep(["all"], 2, ",".join(BOTH), patience=60, **SIZES)
+    reasons = {(each.variant, each.framework): each.reason for each in choose_contestants(sweep, BOTH)[1]}
     assert "pass --device gpu" in reasons["flash", "torch"]
     assert reasons["flash", "jax"] == "it is there in PyTorch only"
     assert reasons["sdpa", "torch"] == "it is attention on one device"

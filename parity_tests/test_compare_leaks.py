@@ -15,6 +15,7 @@ from ring_attn_cli import compare  # noqa: E402
 from ring_attn_cli.compare.leaks import Leak, Probed  # noqa: E402
 from ring_attn_cli.main import app  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
 PLANTED = "parity_tests.support.leaking"
 LEAKS = {
     "window_one_too_long": ("key", "out", 9),
@@ -38,7 +39,7 @@ def find(*names: str) -> dict[tuple[str, str], Probed]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[tuple[str, str], Probed]:
+def found(warm_workers: None) -> dict[tuple[str, str], Probed]:
     """One probe of all functions, for processes are slow to start."""
     return find("ring", *(f"{'' if name in IN_JAX else 'torch:'}{PLANTED}:{name}" for name in ("no_leak", *LEAKS)))
 

@@ -103,7 +103,7 @@ def both(config: TransformerConfig) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", first([True, False]))
 def test_a_config_makes_the_same_weights_in_both_frameworks(tied):
     config = TransformerConfig(**TRANSFORMER | NEW, tied=tied, sinks=True, param_dtype="bfloat16", compute_dtype="float32")
     ours, theirs = both(config)

@@ -23,6 +23,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("options", OPTIONS, ids=["padded", "plain"])
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("layout", LAYOUTS)

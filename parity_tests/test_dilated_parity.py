@@ -14,7 +14,11 @@ from .torch import dilated as on_torch
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case in IN_CI else pytest.mark.full) for case in CASES if case.dtype == "float32"],
+    [
+        pytest.param(case, marks=() if case == IN_CI[0] else pytest.mark.exhaustive if case in IN_CI else pytest.mark.full)
+        for case in CASES
+        if case.dtype == "float32"
+    ],
     ids=str,
 )
 def test_both_frameworks_give_the_same(gloo, case):

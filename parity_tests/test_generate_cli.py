@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,9 @@ from ring_attn_cli.generate.text import Text  # noqa: E402
 from ring_attn_cli.main import app  # noqa: E402
 from ring_attn_torch import RingTransformer, save_llama, save_weights  # noqa: E402
 
+from .support import warm  # noqa: E402
+from .support.programs import environment  # noqa: E402
+
 PROMPT = "Ein Märchen, "
 
 
@@ -31,17 +32,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights as ``ring-attn train`` leaves them, the same as a Llama, and a prompt."""
     place = tmp_path_factory.mktemp("generate")
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"heads": 2, "kv_heads": 1, "hidden": 24, "windows": (9, 9), "param_dtype": "float64"}
-    model = RingTransformer(256, 16, 2, **sizes)
+    sizes: dict[str, Any] = {"heads": 2, "kv_heads": 1, "hidden": 24, "windows": (9,), "param_dtype": "float64"}
+    model = RingTransformer(256, 16, 1, **sizes)
     save_weights(model, place / "weights")
     save_llama(model, place / "llama")
     (place / "prompt.txt").write_text(PROMPT, encoding="utf-8")
     return place
-
-
-def generate(folder: Path, *options: str, weights: str = "weights") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ring_attn_cli.main", *given(folder, *options, weights=weights)]
-    return subprocess.run(command, capture_output=True, check=False, encoding="utf-8")
 
 
 def given(folder: Path, *options: str, weights: str = "weights") -> list[str]:
@@ -56,9 +52,10 @@ def expected(folder: Path, **arguments: Any) -> str:
 
 
 @pytest.mark.slow
-def test_the_text_is_the_models_and_a_mistake_is_one_line(folder):
-    done = generate(folder, "--max-new-tokens", "12", "--ranks", "2", "--chunk", "8", "--temperature", "1", "--top-k", "50")
-    assert done.returncode == 0, done.stderr
+def test_the_text_is_the_models_and_a_mistake_is_one_line(folder, warm_workers):
+    drawn = "--max-new-tokens", "12", "--ranks", "2", "--chunk", "8", "--temperature", "1", "--top-k", "50"
+    done = CliRunner().invoke(app, given(folder, *drawn))
+    assert done.exit_code == 0, done.output
     assert done.stdout == expected(folder, temperature=1.0, top_k=50)
     assert "weights on 2 x cpu" in done.stderr
     assert f"{len(PROMPT.encode())} of {len(PROMPT.encode())} tokens" in done.stderr
@@ -84,9 +81,9 @@ def test_the_text_is_the_models_and_a_mistake_is_one_line(folder):
 def test_jax_writes_the_same_text_also_of_a_folder_of_hugging_faces_and_of_sharded_weights(folder, weights, option):
     pytest.importorskip("jax")
     drawn = "--max-new-tokens", "12", "--framework", "jax", "--ranks", "2", "--temperature", "1", "--seed", "3"
-    done = generate(folder, *drawn, *option, weights=weights)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == expected(folder, temperature=1.0, seed=3)
+    command = ["-m", "ring_attn_cli.main", *given(folder, *drawn, *option, weights=weights)]
+    variables = environment({"XLA_FLAGS": warm.QUICK, "JAX_NUM_CPU_DEVICES": "2"})
+    assert warm.run(command, "jax", folder, variables) == expected(folder, temperature=1.0, seed=3)
 
 
 def test_what_cannot_begin_is_refused(folder, tmp_path):

@@ -70,6 +70,7 @@ def jax_loss(hidden: Any, head: Any, labels: Any, weights: Any, chunk: int | Non
     return ring_attn_jax.loss(hidden @ head.T, labels, label_weights=weights, **options)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("chunk", [7, None])
 @pytest.mark.parametrize(("ranks", "reduction"), CASES)
 def test_jax_weighs_labels_exactly_in_float64(ranks, reduction, chunk):

@@ -107,6 +107,7 @@ def test_torch_computes_logits_and_gradients_of_transformers(name, gloo, tmp_pat
     assert_near_theirs(found[0] | {"logits": logits}, name, theirs)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("name", first(["Llama both", "Qwen3 attention", "Qwen2", "Llama attention", "Llama MLP"], most=3))
 def test_jax_computes_logits_and_gradients_of_transformers(name, tmp_path):
@@ -135,6 +136,7 @@ def _with(model: Any, state: Any) -> Any:
     return other
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", BIASED)
 @pytest.mark.parametrize("package", [ring_attn_jax, ring_attn_torch], ids=["jax", "torch"])
 def test_a_folder_of_transformers_comes_back_with_biases_ids_and_length(name, package, tmp_path):

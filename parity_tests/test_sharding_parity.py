@@ -23,7 +23,7 @@ from ring_attn_core import LAYOUTS  # noqa: E402
 PACKAGES = {"jax": (jax_package, jnp.asarray), "torch": (torch_package, torch.as_tensor)}
 BATCH, TOKENS = 2, 11
 BOTH = pytest.mark.parametrize(("package", "array"), PACKAGES.values(), ids=PACKAGES)
-FEW = settings(max_examples=30, deadline=None, derandomize=True)
+FEW = settings(max_examples=15, deadline=None, derandomize=True)
 
 
 def packed(tokens: int = TOKENS) -> st.SearchStrategy[np.ndarray]:

@@ -63,6 +63,7 @@ def tiles_with_a_visible_pair(sees: np.ndarray, plan: RingPlan, rank: int, shift
     return int(total)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("equal", [True, False], ids=["equal documents", "documents of many lengths"])
 @pytest.mark.parametrize("mask", [causal(), full()], ids=["causal", "full"])
 @pytest.mark.parametrize("ranks", [1, 4])

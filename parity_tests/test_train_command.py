@@ -1,21 +1,23 @@
-"""``ring-attn train`` as people start it, on two CPU ranks: its output, its files, and the same losses however it is started."""
+"""``ring-attn train`` on two CPU ranks: its output, its files, and the same losses however it is started."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from ring_attn_cli.train.loop import lines
 
-from .support import corpus
-from .support.programs import started
+from .support import corpus, warm
+from .support.programs import ROOT, environment, started
 
-for package in ("jax", "flax", "optax", "orbax.checkpoint", "torch", "safetensors", "rich", "matplotlib"):
+for package in ("jax", "flax", "optax", "orbax.checkpoint", "torch", "safetensors", "rich", "matplotlib", "typer"):
     pytest.importorskip(package)
+
+from typer.testing import CliRunner  # noqa: E402
+
+from ring_attn_cli.main import app  # noqa: E402
 
 CONFIG = """
 steps = 4
@@ -27,7 +29,7 @@ heads = 2
 kv_heads = 1
 hidden = 24
 [data]
-folder = "texts"
+folder = "{folder}/texts"
 pattern = "**/*.txt"
 held_out = "**/*.txt"
 length = 64
@@ -40,26 +42,38 @@ batches = 1
 lengths = [128]
 texts = 1
 """
-TRAIN = "-m", "ring_attn_cli", "train", "config.toml"
+VARIABLES = {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
+MODULE = "-m", "ring_attn_cli"
 TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
+
+
+def here(*command: str) -> str:
+    """Run PyTorch's command in this process, so that its ranks are forked from the server."""
+    done = CliRunner().invoke(app, command, env=VARIABLES)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
 WAYS = {
-    "torch": (*TRAIN, "--framework", "torch"),
-    "torchrun": (*TORCHRUN, *TRAIN, "--framework", "torch"),
-    "jax": (*TRAIN, "--framework", "jax"),
+    "torch": here,
+    "jax": lambda *command: warm.run([*MODULE, *command], "jax", ROOT, environment(VARIABLES | {"XLA_FLAGS": warm.QUICK})),
+    "torch, fresh": lambda *command: started([*MODULE, *command], ROOT, VARIABLES),
+    "torchrun": lambda *command: started([*TORCHRUN, *MODULE, *command], ROOT, VARIABLES),
 }
+"""How the command is started. The last two are fresh processes, as users', which import for many seconds."""
 
 
 @pytest.fixture(scope="module")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
+def train(warm_workers: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
     """A function that trains in one of ``WAYS``, once, checks what was printed and written, and returns the losses."""
-    folder, root = tmp_path_factory.mktemp("train"), str(Path(__file__).resolve().parents[1])
+    folder = tmp_path_factory.mktemp("train")
     corpus.write_texts(folder / "texts", (700, 61, 1, 900, 100, 3, 1300))
-    (folder / "config.toml").write_text(CONFIG)
-    packages = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    (folder / "config.toml").write_text(CONFIG.format(folder=folder))
 
     @cache
     def train_once(way: str) -> list[float]:
-        said = started([*WAYS[way], "--out", way], folder, {"PYTHONPATH": packages, "JAX_PLATFORMS": "cpu", "COLUMNS": "200"})
+        framework = "jax" if way == "jax" else "torch"
+        said = WAYS[way]("train", f"{folder}/config.toml", "--framework", framework, "--out", f"{folder}/{way}")
         assert "weights on 2 x " in said and "step 1: loss " in said and "step 4: held-out loss " in said, said
         out = folder / way
         assert (out / "weights" / "model.safetensors").exists() and (out / "train.png").read_bytes().startswith(b"\x89PNG")
@@ -73,7 +87,9 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[floa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ways", [("torch", "jax"), pytest.param(("torch", "torchrun"), marks=pytest.mark.exhaustive)], ids=" ".join
+    "ways",
+    [("torch", "jax"), *(pytest.param(("torch", way), marks=pytest.mark.exhaustive) for way in ("torch, fresh", "torchrun"))],
+    ids=" ".join,
 )
 def test_it_trains_alike_however_it_is_started(ways: tuple[str, ...], train):
     first, second = map(train, ways)

@@ -245,6 +245,7 @@ def test_offload_on_gpus_is_compiled_without_the_scheduler_that_undoes_it(tmp_pa
     assert asked == [("cpu", "offload")]
 
 
+@pytest.mark.exhaustive
 def test_weights_of_one_framework_begin_a_run_of_the_other(finished, tmp_path: Path):
     config = finished("torch")
     begin = {"init_from": str(Path(config.out, "weights")), "model": {}, "passkey": Passkeys(lengths=())}

@@ -73,6 +73,7 @@ def test_a_save_while_another_process_loads_never_mixes_two_saves(package, kind,
     assert next(saves) == 3.0
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("what", ["config.json", "model.safetensors", "model.safetensors.index.json"])
 @pytest.mark.parametrize("special", KINDS)
 @of_each_kind
@@ -86,6 +87,7 @@ def test_what_is_no_regular_file_is_named_and_never_waited_for(package, kind, sp
     assert str(tmp_path / "w" / what) in str(raised.value)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("what", ["config.json", "model.safetensors.index.json"])
 @pytest.mark.parametrize("around", ["", '{"vocab": %s}'], ids=["alone", "inside"])
 @of_each_kind

@@ -33,6 +33,7 @@ def keys_seen(plan: DirectPlan, shift: int, owner: int) -> np.ndarray:
     return np.flatnonzero(np.isin(keys, list(seen)))
 
 
+@pytest.mark.pairs
 @RANKS
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -48,6 +49,7 @@ def test_slices_are_the_shortest_that_hold_every_key_that_is_seen(layout, mask, 
                 assert sum(end - first for first, end in sent) == len(expected), "a token is sent twice"
 
 
+@pytest.mark.pairs
 @RANKS
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -78,6 +78,7 @@ def test_the_terminal_shows_who_computes_what_at_each_step():
     assert "0:4, 12:16" in shown
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("length", [8191, 1_000_003])
 @pytest.mark.parametrize("ranks", first([3, 1, 8]))
 @each_mask
@@ -91,6 +92,7 @@ def test_the_terminal_picture_fits_80_columns(layout: str, mask: Band, ranks: in
     assert [f"{share:.3f}" for share in (each * ranks / sum(work) for each in work) if f"{share:.3f}" not in shown] == []
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("width", first([30, 79, 132, 300, 40, 60, 100, 200], 4))
 @pytest.mark.parametrize(
     "plan",

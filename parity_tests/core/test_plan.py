@@ -70,6 +70,7 @@ def computed(plan: RingPlan, shift: int) -> np.ndarray:
     return count
 
 
+@pytest.mark.pairs
 @each_ring
 @each_mask
 @each_layout
@@ -80,6 +81,7 @@ def test_every_visible_pair_is_computed_exactly_once(layout: str, mask: Band, ra
         np.testing.assert_array_equal(sum(computed(plan, shift) for shift in plan.shifts), expected, err_msg=str(plan))
 
 
+@pytest.mark.pairs
 @each_ring
 @each_mask
 @each_layout
@@ -89,6 +91,7 @@ def test_a_step_is_skipped_where_and_only_where_no_rank_sees_anything(layout: st
         assert list(plan.shifts) == needed, plan
 
 
+@pytest.mark.pairs
 @each_ring
 @each_mask
 @each_layout
@@ -106,6 +109,7 @@ def test_rows_meet_the_keys_of_the_rank_shift_places_before(layout: str, mask: B
                         assert row.shard == 0
 
 
+@pytest.mark.pairs
 @each_ring
 @each_mask
 @each_layout
@@ -117,6 +121,7 @@ def test_work_is_the_number_of_pairs(layout: str, mask: Band, ranks: int):
         assert plan.balance == pytest.approx(max(work) / np.mean(work) if any(work) else 1)
 
 
+@pytest.mark.pairs
 @each_ring
 @each_mask
 @each_layout

@@ -43,6 +43,7 @@ def computed(plan: JoinedPlan) -> np.ndarray:
     return count
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("ranks", "shards"), [(2, (1, 2)), (4, (2, 2)), (4, (1, 4)), (6, (3, 3)), (8, (2, 2)), (8, (8, 8))])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -11,6 +11,7 @@ BANDS = [(lo, hi) for lo in range(-8, 8, 2) for hi in range(-8, 8)]
 QUERIES = [(m0, m1) for m0 in range(6) for m1 in range(m0, 7)]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("block_k", [1, 2, 3, 5])
 @pytest.mark.parametrize(("begin", "end"), [(0, keys) for keys in range(8)] + [(2, 5), (3, 4), (3, 3), (5, 2), (1, 7)])
 def test_the_visible_tiles_are_exactly_those_with_a_visible_key(begin: int, end: int, block_k: int):

@@ -31,6 +31,7 @@ def stops(plan: TwoLevelPlan) -> list[tuple[int, int]]:
     return [(ring.outer, inner) for ring in plan.inner_rings for inner in ring.inner]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize(("ranks", "host_ranks"), SIZES)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ..support import warm
-from ..support.programs import BLOCK, PAGES, PROGRAM, PROGRAMS, README, ROOT, environment, run, skip_without_its_packages
+from ..support.programs import BLOCK, PAGES, PROGRAM, PROGRAMS, README, ROOT, environment, skip_without_its_packages
 
 SCREENS = 130
 """The most lines that README.md may have: some three screens."""
@@ -57,7 +57,7 @@ def test_a_quick_start_runs_as_it_stands_in_at_most_20_lines(name, tmp_path):
     framework = name.split("_")[0]
     pytest.importorskip(framework)
     (tmp_path / name).write_text(PROGRAMS[name])
-    assert "1000" in run(name, framework, tmp_path, processes=2, variables={"XLA_FLAGS": warm.QUICK})
+    assert "1000" in run_warm([name], framework, tmp_path, processes=2)
 
 
 @pytest.mark.parametrize("name", of_the_docs())

@@ -32,6 +32,7 @@ from ..support.selection import first
 from .ring import QUICK, SEQ, mesh_of, run_once
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("case", first([CASES[i] for i in (0, 1, 2, 3, 7, 4, 5, 6)], most=5), ids=str)
 def test_each_feature_and_strategy_is_exact(case):
@@ -75,6 +76,7 @@ def test_packed_documents_are_each_as_if_alone():
     check_documents(documents, arrays, [np.asarray(x) for x in program()(*arrays)])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", first(["direct", "ring", "gather"], 1))
 def test_a_document_changes_no_bit_of_another(strategy):
@@ -115,7 +117,7 @@ def test_what_does_not_run_is_refused_by_name(layout: Any, options: dict[str, An
     q = jnp.zeros((1, 32, 4, 8))
     attention = jax.shard_map(partial(ring_attention, layout=layout, **options), mesh=mesh_of(2), in_specs=SEQ, out_specs=SEQ)
     with pytest.raises(ValueError, match=re.escape(message)):
-        attention(q, q, q)
+        jax.eval_shape(attention, q, q, q)
 
 
 def test_documents_that_jax_traces_are_refused():
@@ -188,7 +190,10 @@ def test_fifty_batches_of_other_documents_compile_once():
         ({"strategy": "gather"}, "strategy='gather' does not run a TracedLayout"),
         ({"strategy": "direct"}, "or the shard.layout that the TracedLayout was made of"),
         ({"length": 31}, "this layout deals 32 tokens to 2 ranks, got 31 tokens"),
-        ({"alibi_slopes": jnp.ones(4), "backend": "triton"}, "alibi_slopes counts positions along runs"),
+        pytest.param(
+            *({"alibi_slopes": jnp.ones(4), "backend": "triton"}, "alibi_slopes counts positions along runs"),
+            marks=pytest.mark.exhaustive,
+        ),
         (
             {"layout": TracedLayout.of(balanced_layout((40,), 2))},
             "a shard of this layout has 20 tokens on each",
@@ -200,7 +205,7 @@ def test_what_a_traced_layout_does_not_run_is_refused_by_name(options: dict[str,
     given: Any = {"layout": TracedLayout.of(OF_TWO)} | options
     attention = jax.shard_map(partial(ring_attention, **given), mesh=mesh_of(2), in_specs=SEQ, out_specs=SEQ)
     with pytest.raises(ValueError, match=re.escape(message)):
-        attention(q, q, q)
+        jax.eval_shape(attention, q, q, q)
 
 
 def test_a_layout_whose_runs_are_not_in_order_is_not_traced():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from ring_attn_jax import CacheSizes, KVCache, TransformerConfig, prefill
+from ring_attn_jax import CacheSizes, KVCache, prefill
 
 from ..support.caches import check
 from ..support.selection import first
@@ -201,10 +201,3 @@ def test_a_cache_needs_a_mesh_or_a_shard_map():
         small(mesh=None)
     made = jax.shard_map(lambda: small(mesh=None), mesh=mesh_of(2), in_specs=(), out_specs=small().specs)()
     assert made.k.shape == small().k.shape
-
-
-def test_a_cache_is_made_for_a_models_config():
-    config = TransformerConfig(vocab=10, dim=32, depth=3, heads=4, kv_heads=2)
-    cache = KVCache.make(config, 1, 7, mesh=mesh_of(1))
-    assert (cache.k.shape, cache.k.dtype) == ((3, 1, 7, 2, 8), jnp.float32)
-    assert KVCache.make(config, 1, 7, dtype=jnp.float16, mesh=mesh_of(1)).k.dtype == jnp.float16

@@ -18,6 +18,7 @@ pytest.importorskip("orbax.checkpoint")
 from ring_attn_core.model import checkpoint_folder  # noqa: E402
 from ring_attn_jax import Checkpoints  # noqa: E402
 
+from ..support.selection import first  # noqa: E402
 from .test_checkpoint import arrays, assert_equal, made, run, train_step  # noqa: E402
 
 
@@ -41,7 +42,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("name", first(DAMAGE, 2))
 def test_a_damaged_checkpoint_is_named_and_changes_no_bit(name: str, tmp_path):
     run(tmp_path, last=2)
     damage, message = DAMAGE[name]
@@ -120,6 +121,7 @@ def test_another_dtype_or_optimizer_is_refused_and_changes_no_bit(name: str, tmp
     checkpoints.close()
 
 
+@pytest.mark.exhaustive
 def test_parameters_with_optimizers_of_their_own_are_resumed_to_the_bit(tmp_path):
     labels = lambda params: jax.tree.map_with_path(lambda path, _: path[0].key, params)
     transformation = optax.multi_transform({"a": optax.adamw(0.1), "b": optax.sgd(0.1, momentum=0.9)}, labels)

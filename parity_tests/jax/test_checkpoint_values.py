@@ -17,6 +17,8 @@ import jax.numpy as jnp  # noqa: E402
 
 from ring_attn_jax import Checkpoints, to_numpy  # noqa: E402
 
+from ..support.selection import first  # noqa: E402
+
 
 class Holder(nnx.Module):
     """A module with the variables that a test gives it."""
@@ -119,7 +121,7 @@ def train_step(model: Any, optimizer: Any) -> None:
     optimizer.update(model, nnx.grad(lambda model: jnp.square(model(jnp.ones((2, 4)))).mean())(model))
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("kind", first(["adamw", "sgd"]))
 @pytest.mark.parametrize("rate", [None, 0.037, 1, jnp.float16(0.5)], ids=["as it was", "float", "int", "float16"])
 def test_states_that_optax_has_promoted_are_resumed_to_the_bit(kind: str, rate: Any, tmp_path):
     transformation = optax.inject_hyperparams(getattr(optax, kind), hyperparam_dtype=jnp.float32)(0.1)

@@ -63,13 +63,3 @@ def test_a_context_that_is_x_is_self_attention():
     alone, same, other = program(jnp.asarray(arrays()[0]))
     np.testing.assert_array_equal(alone, same)
     assert (alone != other).any()
-
-
-def test_what_is_no_context_is_refused():
-    layer, x = RingAttention(**LAYER, rngs=nnx.Rngs(0)), jnp.ones((1, 4, LAYER["dim"]))
-    with pytest.raises(ValueError, match=r"context must be \[batch, tokens, 24\], got \[1, 4, 23\]"):
-        layer(x, context=x[..., 1:])
-    with pytest.raises(ValueError, match="context_length was given without context: pass the sequence"):
-        layer(x, context_length=3)
-    with pytest.raises(ValueError, match="context_positions was given without context"):
-        layer(x, context_positions=jnp.arange(4))

@@ -25,7 +25,7 @@ from .ring import QUICK, SEQ, mesh_of
 WHOLE = PartitionSpec()
 
 
-@pytest.mark.parametrize(("number", "seeds"), shapes(often=6))
+@pytest.mark.parametrize(("number", "seeds"), shapes(often=3))
 def test_random_problems_are_exact(number, seeds):
     problems = [Problem(random_shape(number), seed) for seed in range(seeds)]
     check(problems, [run(problem) for problem in problems])
@@ -93,8 +93,9 @@ def decode(given: dict[str, Any], **options: Any) -> Any:
     ids=str,
 )
 def test_a_mistake_says_what_to_do(changed, options, message):
+    given = arrays(**changed)
     with pytest.raises(ValueError, match=message):
-        decode(arrays(**changed), **options)
+        jax.eval_shape(lambda: decode(given, **options))
 
 
 def test_what_is_no_array_is_refused():
@@ -196,7 +197,7 @@ def test_a_position_beyond_int32_is_refused():
         jax.shard_map(lambda: tree_attention_decode(**given), mesh=mesh_of(1), in_specs=(), out_specs=WHOLE)()
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", first([3, 1]))
 def test_merging_over_the_ring_is_the_whole(ranks):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 4 * ranks, 2, 8))
     own = lambda q, k, v: merge_ring(attend_block(q, k, v, mask=full()))

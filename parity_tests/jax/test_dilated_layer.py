@@ -144,6 +144,7 @@ def test_a_module_under_jit_on_a_mesh_is_the_one_on_one_device(kind):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_an_explicit_mesh_need_not_divide_the_tokens():
     mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     got, expected = (jax.jit(dilated_attention_fn(mesh=of, **ONE))(*qkv(1, tokens=7)) for of in (mesh, mesh_of(1)))
@@ -162,6 +163,7 @@ def test_any_number_of_batch_dimensions_and_the_flag_is_the_mask():
     np.testing.assert_allclose(out.reshape(flat.shape), flat, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_traced_mask_that_does_not_fit_gives_nan_where_it_does_not():
     mask = np.ones((1, 1, 8, 8), bool)
@@ -172,6 +174,7 @@ def test_a_traced_mask_that_does_not_fit_gives_nan_where_it_does_not():
     np.testing.assert_allclose(np.delete(out, 5, 1), np.delete(function(*qkv(1)), 5, 1), atol=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_query_that_the_mask_shows_no_key_gets_zero():
     rows = np.ones((1, 1, 8, 1), bool)

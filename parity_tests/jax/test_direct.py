@@ -37,6 +37,7 @@ def test_a_window_of_4096_at_65536_tokens_a_rank_costs_what_the_plan_says(layout
             assert counted == (3 if rank in (0, 3) else 6) * window * number
 
 
+@pytest.mark.exhaustive
 def test_neighboring_keys_that_make_slices_equally_long_are_counted():
     more = 0
     for case in SLICED:

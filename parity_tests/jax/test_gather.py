@@ -22,7 +22,7 @@ FIRST = PartitionSpec("seq")
 
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    first([(1, "zigzag"), (2, "contiguous"), (3, DEALT), (3, TracedLayout.of(DEALT)), (4, "zigzag"), (4, "striped")], 4),
+    first([(3, TracedLayout.of(DEALT)), (2, "contiguous"), (3, DEALT), (1, "zigzag"), (4, "zigzag"), (4, "striped")], 2),
 )
 def test_every_rank_gets_the_whole_and_its_shard_the_sum_of_the_cotangents(ranks, layout):
     """Each rank multiplies the whole by a cotangent of its own; what padding holds is NaN, and may not matter."""
@@ -90,6 +90,7 @@ CALLS = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("axes", [("ring",), ("rows", "ring")], ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_axis_that_the_shard_map_lacks_is_refused_with_those_it_has(name, axes):
@@ -97,4 +98,4 @@ def test_an_axis_that_the_shard_map_lacks_is_refused_with_those_it_has(name, axe
     call = jax.shard_map(CALLS[name], mesh=mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False)
     names = {1: "this shard_map is over ring: pass axis_name='ring'", 2: "over rows, ring: pass axis_name='rows' or 'ring'"}
     with pytest.raises(ValueError, match=rf"axis_name='seq' is not a mesh axis here, .*{names[len(axes)]}(\n|$)"):
-        call(jnp.ones((1, 8, 2, 4)))
+        jax.eval_shape(call, jnp.ones((1, 8, 2, 4)))

@@ -32,6 +32,7 @@ def test_a_ring_is_as_exact_as_one_rank(size, spread, ranks):
     check_no_ring_adds_errors([check_exact(case, run(case)) for case in (large(size, n, spread) for n in ranks)], ranks)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", one_of_each(6, STRATEGIES.values()), ids=STRATEGIES)
 def test_every_strategy_is_as_exact(strategy):
@@ -39,6 +40,7 @@ def test_every_strategy_is_as_exact(strategy):
     check_exact(case, run(case))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 def test_masks_sinks_and_dropout_are_as_exact(size):
@@ -67,6 +69,7 @@ def test_a_policy_that_saves_out_and_lse_runs_no_second_ring():
     assert sends(jax.checkpoint(sharded, policy=policy)) == sends(sharded)
 
 
+@pytest.mark.exhaustive
 def test_the_gradients_of_a_block_are_as_exact():
     case = large(1e6, 1, True)
     *qkv, dout = inputs(case)

@@ -43,6 +43,7 @@ EVERY_FEATURE = replace(
 SIZES = [replace(LATENT, layout=layout, ranks=ranks) for ranks, layout in zip((3, 2, 1, 4, 8), [*LAYOUTS] * 2, strict=False)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("case", first(SIZES), ids=str)
 def test_rings_of_every_size_are_exact(case):
@@ -79,6 +80,7 @@ def arrays(dtype=jnp.float32):
     return [jnp.asarray(x, dtype) for x in (q, k, dout)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", first([AxisType.Auto, AxisType.Explicit]))
 @pytest.mark.parametrize("backend", first(["auto", "blockwise"]))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import ring_attn_jax
 from ring_attn_core import Band, causal, full, sliding_window
-from ring_attn_jax import from_layout, shard_batch, to_layout
+from ring_attn_jax import from_layout, to_layout
 from ring_attn_jax.layers.attention import RingAttention
 from ring_attn_jax.layers.rotary import RotaryEmbedding
 from ring_attn_jax.layers.transformer import RingTransformer
@@ -37,7 +36,7 @@ from ..support.models import (
     transformer_weights,
 )
 from ..support.selection import first
-from .models import REPLICATED, packed_training, run_layer, run_transformer
+from .models import REPLICATED, packed_training, run_layer
 from .ring import SEQ, mesh_of
 
 ARGUMENTS = arguments_of_attention()
@@ -151,33 +150,6 @@ def test_packed_training_over_a_ring_is_the_one_on_one_device():
     assert alone["losses"][-1] < 0.5 * alone["losses"][0]
 
 
-def test_transformer_on_a_mesh_with_explicit_axes_is_the_one_on_a_ring_of_one():
-    mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
-    ids, labels = token_ids()
-    everything = {"windows": (9,), "softcap": 2.0, "sinks": True, "alibi": True, "dropout_rate": 0.2}
-    everything |= {"qk_norm": True, "qkv_bias": True}
-    sizes = {"tied": False, "depth": 1, **everything}
-    weights = transformer_weights(**sizes)
-    expected = run_transformer(weights, ids, labels, 1, "zigzag", 7, **sizes)
-    with jax.set_mesh(mesh):
-        model = RingTransformer(**TRANSFORMER | sizes, mesh=mesh, batch_axes="data", rngs=nnx.Rngs(0))
-        from_numpy(model, weights)
-        batch = shard_batch(jnp.asarray(ids), "zigzag", 2, labels=jnp.asarray(labels))
-        there = NamedSharding(mesh, PartitionSpec("data", "seq"))
-
-        @nnx.jit
-        def step(model, ids, labels):
-            def objective(model):
-                return loss(model(ids, length=LENGTH, dropout_seed=7), labels, axis_name=None)
-
-            return nnx.value_and_grad(objective)(model)
-
-        value, gradients = step(model, jax.device_put(batch.ids, there), jax.device_put(batch.labels, there))
-    nnx.update(model, gradients)
-    got = {"loss": np.asarray(value), **to_numpy(model)}
-    assert_near(got, {name: x for name, x in expected.items() if name != "logits"}, 1e-5)
-
-
 def test_a_transformer_computes_in_bfloat16_from_float32_weights():
     ids, _ = token_ids()
     logits = {}
@@ -189,15 +161,6 @@ def test_a_transformer_computes_in_bfloat16_from_float32_weights():
     assert_near({"logits": np.asarray(logits[jnp.bfloat16], np.float32)}, {"logits": np.asarray(logits[None])}, 0.02)
 
 
-@pytest.mark.parametrize(("tied", "sinks"), [(True, False), (False, True)])
-def test_weights_go_to_numpy_and_back(tied, sinks):
-    model = RingTransformer(**TRANSFORMER | {"tied": tied, "sinks": sinks, "alibi": True}, rngs=nnx.Rngs(0))
-    weights = transformer_weights(tied, sinks=sinks)
-    assert {name: x.shape for name, x in to_numpy(model).items()} == {name: x.shape for name, x in weights.items()}
-    for name, x in to_numpy(from_numpy(model, weights)).items():
-        np.testing.assert_array_equal(x, weights[name])
-
-
 def test_weights_in_numpy_are_copies():
     layer = RingAttention(24, 4, kv_heads=2, head_dim=8, rngs=nnx.Rngs(0))
     state = to_numpy(layer)
@@ -206,59 +169,6 @@ def test_weights_in_numpy_are_copies():
         x[:] = 7
     for name, x in to_numpy(layer).items():
         np.testing.assert_array_equal(x, kept[name])
-
-
-def test_a_state_with_one_name_too_many_changes_nothing():
-    layer = RingAttention(24, 4, kv_heads=2, head_dim=8, rngs=nnx.Rngs(0))
-    state = to_numpy(layer)
-    with pytest.raises(ValueError, match=r"w\.weight is unexpected"):
-        from_numpy(layer, {name: x + 1 for name, x in state.items()} | {"w.weight": state["o.weight"]})
-    for name, x in to_numpy(layer).items():
-        np.testing.assert_array_equal(x, state[name])
-
-
-def test_a_state_that_does_not_fit_is_refused_with_every_reason():
-    layer = RingAttention(24, 4, kv_heads=2, head_dim=8, rngs=nnx.Rngs(0))
-    state = to_numpy(layer)
-    wrong = {name.replace("o.", "w."): x.T if name == "q.weight" else x for name, x in state.items()}
-    message = r"o.weight is missing; w.weight is unexpected; q.weight is \[24, 32\] and must be \[32, 24\]"
-    with pytest.raises(ValueError, match=message):
-        from_numpy(layer, wrong)
-    np.testing.assert_array_equal(to_numpy(layer)["q.weight"], state["q.weight"])
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"dim": 24, "heads": 5}, "dim=24 cannot be split over heads=5"),
-        ({"dim": 24, "heads": 4, "kv_heads": 3}, "kv_heads=3 must divide heads=4"),
-        ({"dim": 12, "heads": 4}, "head_dim must be even, got 3"),
-        ({"dim": 24, "heads": 0}, "heads must be an int of at least 1, got 0"),
-        ({"dim": 24, "heads": 4, "rotary_base": 0.5}, "base of rotary embeddings must be greater than 1"),
-        ({"dim": 24, "heads": 4, "softcap": 0}, "softcap must be a Python number above 0 .*, got 0"),
-        ({"dim": 24, "heads": 4, "sinks": 4}, "sinks must be True or False, got 4"),
-        ({"dim": 24, "heads": 4, "alibi": None}, "alibi must be True or False, got None"),
-        ({"dim": 24, "heads": 4, "dropout_rate": 1.0}, "from 0 to below 1, got 1.0"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(sizes, message):
-    with pytest.raises(ValueError, match=message):
-        RingAttention(**sizes, rngs=nnx.Rngs(0))
-
-
-@pytest.mark.parametrize(
-    ("windows", "message"),
-    [
-        (4, "windows must be a list of one value for each of 2 layers, .*, got 4"),
-        ([4], r"one value for each of 2 layers, .*, got \[4\]"),
-        ([None, -1], r"windows\[1\] must be an int of at least 0, .*, got -1"),
-        ([3.0, None], r"windows\[0\] must be an int of at least 0, .*, got 3.0"),
-        ([True, None], r"windows\[0\] must be an int of at least 0, .*, got True"),
-    ],
-)
-def test_windows_that_fit_no_layers_are_refused(windows, message):
-    with pytest.raises(ValueError, match=message):
-        RingTransformer(**TRANSFORMER, windows=windows, rngs=nnx.Rngs(0))
 
 
 def test_arrays_that_do_not_fit_are_refused():
@@ -294,6 +204,6 @@ def test_an_indivisible_shard_is_refused_in_the_words_of_ring_attention():
 
 
 def test_without_flax_the_layers_name_the_extra_that_brings_it():
-    code = "import sys; sys.modules['flax'] = None; import ring_attn_jax; ring_attn_jax.ring_attention; ring_attn_jax.to_numpy"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert ran.stderr.rstrip().endswith("ModuleNotFoundError: to_numpy needs flax: run pip install 'ring-attn[flax]'")
+    without = patch("ring_attn_jax.import_module", side_effect=ModuleNotFoundError(name="flax"))
+    with without, pytest.raises(ModuleNotFoundError, match=r"to_numpy needs flax: run pip install 'ring-attn\[flax\]'"):
+        getattr(ring_attn_jax, "to_numpy")  # noqa: B009  # an attribute that is imported

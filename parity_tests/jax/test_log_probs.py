@@ -37,7 +37,7 @@ def results(function: Any, cotangents: Any, **leaves: Any) -> Arrays:
     return {name: np.asarray(x, np.float64) for name, x in zip(names, (*gradients, *values), strict=True)}
 
 
-@pytest.mark.parametrize("chunk", first([*CHUNKS[1::2], *CHUNKS[::2]], 2))
+@pytest.mark.parametrize("chunk", first([*CHUNKS[1::2], *CHUNKS[::2]]))
 def test_values_and_gradients_are_exact_in_float64(chunk):
     arrays, cotangents = hidden_states(), cotangents_of_tokens()
     truth = exact_log_probs(*arrays, *cotangents)
@@ -151,28 +151,6 @@ def test_log_probs_of_hidden_states_take_some_chunks_of_logits():
 
 
 X, W, Y = jnp.ones((2, 4, 3)), jnp.ones((7, 3)), jnp.ones((2, 4), jnp.int32)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"head": W.T}, r"head must be \[vocab, 3\] for hidden states \[2, 4, 3\], got \[3, 7\]: pass model.head_weight"),
-        ({"head": 3}, "head must be an array, got 3"),
-        ({"labels": Y[:, 1:], "head": W}, r"must be \[2, 4\] for hidden states .* got \[2, 3\]: both are this rank's shard"),
-        ({"labels": Y.astype(jnp.float32)}, "labels must have an integer dtype, .* got float32"),
-        ({"labels": Y > 0, "head": W}, "labels must have an integer dtype, .* got bool"),
-        ({"logits": X.astype(jnp.int32)}, "logits and hidden states must have one of the dtypes bfloat16, .* got int32"),
-        ({"chunk": 0, "head": W}, "chunk is a number of tokens, an int of at least 1, got 0"),
-        ({"temperature": 0}, "temperature must be a finite Python number above 0, got 0"),
-        ({"temperature": None}, "temperature must be a finite Python number above 0, got None"),
-        ({"ignore_index": None}, "ignore_index must be one integer, got None"),
-        ({"ignore_index": 0.5}, "ignore_index must be one integer, got 0.5"),
-    ],
-)
-def test_what_has_no_log_probs_is_refused(arguments, message):
-    given: dict[str, Any] = {"logits": X, "labels": Y} | arguments
-    with pytest.raises(ValueError, match=message):
-        token_log_probs(given.pop("logits"), given.pop("labels"), **given)
 
 
 def test_a_traced_ignore_index_is_refused_in_words():

@@ -140,23 +140,13 @@ X, W, Y = jnp.ones((2, 4, 3)), jnp.ones((7, 3)), jnp.ones((2, 4), jnp.int32)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"head": W.T}, r"head must be \[vocab, 3\] for hidden states \[2, 4, 3\], got \[3, 7\]: pass model.head_weight"),
-        ({"head": W[0]}, r"head must be \[vocab, 3\] .*, got \[3\]"),
-        ({"head": 3}, "head must be an array, got 3"),
-        ({"labels": Y[:, 1:], "head": W}, r"must be \[2, 4\] for hidden states .* got \[2, 3\]: both are this rank's shard"),
-        ({"logits": X[0, 0], "labels": Y[0, 0]}, r"logits must be \[batch, tokens, vocab\], got \[3\]"),
-        ({"chunk": 0, "head": W}, "chunk is a number of tokens, an int of at least 1, got 0"),
-        ({"chunk": None}, "chunk is a number of tokens, an int of at least 1, got None"),
-        ({"reduction": "none"}, 'reduction must be "mean" or "sum", over all labels of all ranks, got \'none\''),
-        ({"ignore_index": None}, "ignore_index must be one integer, got None"),
-        ({"ignore_index": 0.5}, "ignore_index must be one integer, got 0.5"),
         ({"batch_axes": "data"}, r"batch_axes='data' goes with mesh="),
         ({"axis_name": 5}, "axis_name must be the name of a mesh axis, a tuple of names, or None for global arrays, got 5"),
         ({"axis_name": ("seq", 5)}, r"a tuple of names, or None for global arrays, got \('seq', 5\)"),
         ({"axis_name": "seq", "mesh": mesh_of(8), "head": W}, r"labels \[2, 4\] must be .* 1 members .* by rows and 8 by tokens"),
     ],
 )
-def test_what_makes_no_loss_is_refused(arguments, message):
+def test_a_mesh_that_makes_no_loss_is_refused(arguments, message):
     given: dict[str, Any] = {"logits": X, "labels": Y, "axis_name": None} | arguments
     with pytest.raises(ValueError, match=message):
         loss(given.pop("logits"), given.pop("labels"), **given)

@@ -151,6 +151,7 @@ def test_two_rematerialised_microbatches_of_uneven_labels_are_a_step_of_one_devi
     assert_near({"loss": one_device(True)["loss"], **gradients}, one_device(True), 1e-12)
 
 
+@pytest.mark.exhaustive
 def test_weights_from_numpy_stay_sharded():
     mesh = mesh_over(AxisType.Explicit, 1, 2, 2, 2)
     with jax.set_mesh(mesh):

@@ -103,10 +103,3 @@ def test_a_tree_without_key_extents_and_extents_in_another_order_are_refused():
     for words, how in mistakes:
         with pytest.raises(ValueError, match=words):
             jax.eval_shape(lambda q, how=how: sharded_ring_attention(q, q, q, mesh=mesh, **how), q)
-
-
-def test_labels_that_cross_documents_are_refused():
-    ids, documents = jnp.arange(12)[None], jnp.array([[0] * 3 + [1] * 2 + [2] * 7])
-    with pytest.raises(ValueError, match="the label of token 2 of row 0, the last of its document"):
-        shard_batch(ids, "zigzag", 2, documents=documents, labels=jnp.roll(ids, -1, 1))
-    shard_batch(ids, "zigzag", 2, documents=documents, labels=ids)

@@ -39,6 +39,7 @@ def model_of(name: str, replicas: int, ranks: int) -> Any:
     return from_numpy(RingTransformer(**made_with, rngs=nnx.Rngs(0)), weights_of(name))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "chunk"),

@@ -32,7 +32,7 @@ from ..support.selection import first, one_in
 from .ring import mesh_of, options, run, run_once, whole
 
 
-@pytest.mark.parametrize("case", first(CHOSEN, 3, 9), ids=str)
+@pytest.mark.parametrize("case", first(CHOSEN, 2, 9), ids=str)
 def test_out_lse_and_gradients_are_exact(case):
     check(case, run(case))
 
@@ -49,6 +49,7 @@ def test_cross_attention_padding_and_odd_sizes_are_exact(case):
     check(case, run(case, quick=False))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", first([2, 1]))
 def test_a_key_that_outweighs_all_others_has_probability_1_to_the_last_bit(ranks):
     """However large the scores: lse is carried and comes back as it was rounded."""
@@ -109,6 +110,7 @@ def test_dropout_keeps_the_same_set_on_every_ring(layout, ranks):
     check_kept(case, natural(case, dropped(case, mesh_of(ranks), case.seed)))
 
 
+@pytest.mark.exhaustive
 def test_dropout_keeps_the_same_set_where_batch_and_heads_are_sharded():
     case = one_hot(Case("zigzag", full(), 2, v_dim=37, dropout_rate=0.3))
     mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "tensor"), axis_types=(AxisType.Auto,) * 3)
@@ -125,7 +127,7 @@ def test_a_seed_may_be_any_int64(seed):
 def test_batch_rows_and_heads_are_counted_modulo_2_to_the_32(offset):
     draw = dropout.dropout_state(5, offset)
     positions = jnp.arange(40)
-    got = dropout.keep_mask(dropout.philox_keys(draw, 3, 2), 0.3, positions, positions)
+    got = jax.jit(lambda: dropout.keep_mask(dropout.philox_keys(draw, 3, 2), 0.3, positions, positions))()
     np.testing.assert_array_equal(got, keep_mask(5, 0.3, 3, 2, np.arange(40), np.arange(40), offset))
 
 

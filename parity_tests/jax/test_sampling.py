@@ -23,13 +23,18 @@ from .ring import mesh_of
 from .test_generate import model_of
 
 
+def draw(logits: Any, **options: Any) -> jax.Array:
+    """Draw by one program, where JAX would compile each operation; only logits are traced."""
+    return jax.jit(lambda logits: sample(logits, **options))(logits)
+
+
 @pytest.mark.parametrize("sampling", DRAWN, ids=str)
 def test_tokens_are_those_that_the_reference_draws(sampling):
     logits = np.random.default_rng(0).standard_normal((40, 50)) * 3
     logits[:, 7] = logits[:, 4] = logits.max(-1)  # ties
     requests, positions = [i * 3 for i in range(40)], [i * i for i in range(40)]
     with jax.enable_x64(True):
-        got = sample(jnp.asarray(logits), **asdict(sampling), requests=requests, positions=jnp.asarray(positions))
+        got = draw(jnp.asarray(logits), **asdict(sampling), requests=requests, positions=jnp.asarray(positions))
     expected = [reference.sample(*x) for x in zip(logits, [sampling] * 40, requests, positions, strict=True)]
     assert got.tolist() == expected
     assert got.dtype == jnp.int32
@@ -64,12 +69,12 @@ def test_a_loop_over_steps_draws_what_generate_draws(ranks, options):
 def test_it_is_a_request_of_its_number_and_not_its_row_also_where_all_is_traced():
     logits, at = jax.random.normal(jax.random.key(0), (5, 300)), jnp.arange(5) * 1000
     options: dict[str, Any] = {"temperature": 2.0, "top_p": 0.9, "seed": -3}
-    whole = sample(logits, **options, positions=at)
+    whole = draw(logits, **options, positions=at)
     traced = jax.jit(lambda logits, requests, at: sample(logits, **options, requests=requests, positions=at))
     assert traced(logits[::-1], jnp.arange(5)[::-1], at[::-1])[::-1].tolist() == whole.tolist()
     assert traced(logits, jnp.arange(5), at + 1).tolist() != whole.tolist()
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        assert sample(logits[:1], **options, positions=at[:1]).tolist() == whole[:1].tolist()
+        assert draw(logits[:1], **options, positions=at[:1]).tolist() == whole[:1].tolist()
 
 
 @pytest.mark.parametrize("bits", [0, 2**32 - 1])
@@ -80,16 +85,16 @@ def test_whatever_bits_are_drawn_the_noise_is_finite(bits, monkeypatch):
 
 
 def test_of_equal_logits_the_lower_token_ids_are_kept():
-    got = sample(jnp.zeros((200, 3000)), temperature=1.0, top_k=3, positions=jnp.arange(200))
+    got = draw(jnp.zeros((200, 3000)), temperature=1.0, top_k=3, positions=jnp.arange(200))
     assert set(got.tolist()) == {0, 1, 2}
 
 
 @pytest.mark.exhaustive
 def test_of_numbers_their_low_32_bits_count():
     logits = jax.random.normal(jax.random.key(0), (2, 300))
-    draw = lambda **numbers: sample(logits, temperature=2.0, **numbers).tolist()
-    wide = draw(requests=[2**31, 2**40 + 7], positions=[2**63, -1])
-    assert wide == draw(requests=np.array([2**31, 7], np.uint32), positions=np.array([0, 2**32 - 1], np.uint32))
+    drawn = lambda **numbers: sample(logits, temperature=2.0, **numbers).tolist()
+    wide = drawn(requests=[2**31, 2**40 + 7], positions=[2**63, -1])
+    assert wide == drawn(requests=np.array([2**31, 7], np.uint32), positions=np.array([0, 2**32 - 1], np.uint32))
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "seed"])

@@ -55,6 +55,7 @@ def test_hops_are_the_plans(layout, mask, ranks):
     assert permutes(gradients(ring), q, k, v) == len(plan.hops) * 3 + (plan.home > 0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "kv_heads"), first([(kind, n) for n, kind in product((2, 1, 4), KINDS.values())], 1, 4))
 def test_a_data_seq_tensor_mesh_equals_one_device_and_gathers_nothing(kind, kv_heads):
     inputs = arrays(kv_heads=kv_heads)
@@ -90,14 +91,6 @@ def test_gradients_of_inputs_replicated_over_another_axis_are_summed_over_it(rep
         assert relative_error(np.asarray(from_layout(a, "striped", 2, 16)), np.asarray(b)) <= 1e-6
 
 
-def test_sub_rings_over_one_axis_of_a_larger_mesh_keep_to_themselves():
-    inputs = arrays()
-    mesh = jax.make_mesh((2, 4), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
-    mine = gradients(partial(sharded_ring_attention, mesh=mesh, batch_axes="data"))(*(to_layout(x, "zigzag", 4) for x in inputs))
-    for a, b in zip(mine, on_one_device(), strict=True):
-        assert relative_error(np.asarray(from_layout(a, "zigzag", 4, 16)), np.asarray(b)) <= 1e-6
-
-
 @pytest.mark.parametrize(("keep", "forwards"), [(True, 1), (False, 2)], ids=["out and lse kept", "everything recomputed"])
 def test_remat_runs_one_forward_ring_where_out_and_lse_are_kept(keep, forwards):
     policies = jax.checkpoint_policies
@@ -130,34 +123,24 @@ def test_a_second_derivative_raises_instead_of_being_wrong():
         jax.grad(lambda q: jax.grad(ring)(q).sum())(q)
 
 
-WRONG = {
+WRONG = {  # what only JAX can get wrong, and some of what core/test_problem.py checks, to show that a call is checked
     "kv heads must divide": lambda q, k, v: ((q, k[:, :, :1].repeat(3, 2), v[:, :, :1].repeat(3, 2)), {}),
-    "must be one of bfloat16": lambda q, k, v: ((q.astype(int), k.astype(int), v.astype(int)), {}),
-    "must have one dtype": lambda q, k, v: ((q, k, v.astype(jnp.bfloat16)), {}),
-    "unknown layout 'spiral'": lambda q, k, v: ((q, k, v), {"layout": "spiral"}),
     "unknown backend 'abacus'": lambda q, k, v: ((q, k, v), {"backend": "abacus"}),
     "axis_name must be the name": lambda q, k, v: ((q, k, v), {"axis_name": None}),
     "mask.lo must be int or None": lambda q, k, v: ((q, k, v), {"mask": Band(jnp.int32(0))}),
     "has no axis 'sequence': its axes are seq, pass axis_name='seq'": lambda q, k, v: ((q, k, v), {"axis_name": "sequence"}),
     "has no axis 'rows': its axes are seq, make a mesh with": lambda q, k, v: ((q, k, v), {"batch_axes": "rows"}),
     "mask must be full": lambda q, k, v: ((q, k, v), {"mask": None}),
-    "length=17 is more than": lambda q, k, v: ((q, k, v), {"length": 17}),
     "kv_length=99 is more than": lambda q, k, v: ((q, k, v), {"kv_length": 99, "mask": full()}),
-    "scale must be a finite": lambda q, k, v: ((q, k, v), {"scale": float("inf")}),
     "needs an even number of tokens a rank, got 7": lambda q, k, v: ((q[:, :14], k[:, :14], v[:, :14]), {}),
     "to_layout, which pads": lambda q, k, v: ((q[:, :15], k[:, :15], v[:, :15]), {}),
     "jax_enable_x64": lambda q, k, v: (tuple(np.asarray(x, np.float64) for x in (q, k, v)), {}),
-    "softcap must be a Python number": lambda q, k, v: ((q, k, v), {"softcap": 0.0}),
-    "dropout_rate=0.5 needs dropout_seed": lambda q, k, v: ((q, k, v), {"dropout_rate": 0.5}),
     "bits(key)), got a PRNG key": lambda q, k, v: ((q, k, v), {"dropout_rate": 0.5, "dropout_seed": jax.random.key(0)}),
     "bits(key)), got a PRNG key array": lambda q, k, v: ((q, k, v), {"dropout_rate": 0.5, "dropout_seed": jax.random.PRNGKey(0)}),
     "jax.random.bits(key)), got False": lambda q, k, v: ((q, k, v), {"dropout_rate": 0.5, "dropout_seed": False}),
     "extents must be 0 <= first <= end": lambda q, k, v: ((q, k, v), {"extents": np.full((2, 16, 2), [3, 2])}),
     "key_extents must be 0 <= first <= end": lambda q, k, v: ((q, k, v), {"key_extents": np.full((2, 16, 2), [3, 17])}),
-    "extents must be [batch": lambda q, k, v: ((q, k, v), {"extents": np.zeros((2, 2), int)}),
-    "key_mask must have dtype bool, got float32": lambda q, k, v: ((q, k, v), {"key_mask": np.zeros((2, 16), np.float32)}),
     "key_mask must be an array, got list": lambda q, k, v: ((q, k, v), {"key_mask": [True]}),
-    "sinks must be [heads] = [4], got shape [2]": lambda q, k, v: ((q, k, v), {"sinks": jnp.zeros(2)}),
     "unknown strategy": lambda q, k, v: ((q, k, v), {"strategy": "telepathy"}),
     "in PyTorch only": lambda q, k, v: ((q, k, v), {"strategy": "push"}),
     "take strategy='push'": lambda q, k, v: ((q, k, v), {"strategy": "pull"}),
@@ -218,14 +201,7 @@ def test_nothing_in_gives_nothing_out(shape):
     assert jax.grad(attention)(x).shape == shape
 
 
-def test_a_mesh_may_mix_explicit_and_auto_axes():
-    mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(AxisType.Explicit, AxisType.Auto))
-    mixed = jax.jit(partial(sharded_ring_attention, mesh=mesh, batch_axes="data"))(*arrays())
-    # Not to the bit: a device holds one batch row here and two there, and XLA's matrix product depends on how many there are.
-    expected = sharded_ring_attention(*arrays(), mesh=mesh_of(2))
-    assert relative_error(np.asarray(mixed), np.asarray(expected)) <= 1e-6
-
-
+@pytest.mark.exhaustive
 def test_nan_that_reaches_a_query_which_sees_nothing_reaches_no_key():
     ring = partial(sharded_ring_attention, mesh=mesh_of(2), layout="contiguous", mask=causal(offset=-3), return_lse=True)
     (out, lse), vjp = jax.vjp(ring, *arrays())

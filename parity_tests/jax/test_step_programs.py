@@ -10,6 +10,7 @@ from unittest.mock import patch
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from ring_attn_core.reference.tolerance import relative_error
@@ -26,6 +27,7 @@ def model_and_cache() -> tuple[RingTransformer, KVCache]:
     return model, KVCache.make(model.config, 2, 24, mesh=mesh_of(2))
 
 
+@pytest.mark.exhaustive
 def test_outside_jit_a_step_and_a_chunk_compile_once():
     """Each trace calls one of the two functions; chunks of other lengths with the same longest one are one program."""
     model, kept = model_and_cache()

@@ -53,6 +53,7 @@ def test_a_batch_without_rows_may_have_a_key_mask_under_gather():
     check(case, run(case))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("case", first(PAIRS, 1, 4), ids=str)
 def test_every_strategy_is_exact_with_every_feature(case):
@@ -73,12 +74,14 @@ def test_every_feature_at_once_is_exact_and_hides_nan(case):
     check_same(run(replace(case, poison=True)), clean)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("case", first([SHARED[i] for i in (1, 0, 3, 2, 4)], 1, 3), ids=str)
 def test_key_heads_that_ranks_share_are_exact(case):
     check(case, run(case))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", first(LAST_FIRST.values(), 1, 2), ids=LAST_FIRST)
 def test_future_tokens_change_nothing_on_any_rank(strategy):
@@ -132,6 +135,7 @@ def test_ten_runs_give_the_same_bits(strategy):
         check_same(again, results[0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", first(["ring", *STRATEGIES.values()]), ids=["ring", *STRATEGIES])
 @pytest.mark.parametrize("delays", first([2, 100], 1, 1, "campaign"))
@@ -177,6 +181,7 @@ def gradients(attention: Any) -> Any:
     return jax.jit(jax.grad(lambda q, k, v: jnp.sum(jnp.sin(attention(q, k, v))), (0, 1, 2)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "strategy"), first([(AxisType.Auto, "ulysses"), (AxisType.Explicit, "gather"), (AxisType.Explicit, "ulysses")], 1, 2)

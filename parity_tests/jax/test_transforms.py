@@ -65,6 +65,7 @@ def test_vmap_over_a_mesh_axis_of_queries_alone():
     np.testing.assert_allclose(got, jnp.stack([call(row) for row in q]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", first(["ring", "extents", "dilated"], 1, 2))
 def test_an_exported_gradient_takes_any_batch(name):
     """On one device: XLA (jax 0.12) ends the process where the gradient that it compiles again is over several."""
@@ -154,6 +155,7 @@ def test_arrays_that_lie_on_another_device_are_copied_to_the_mesh(name, kind):
         np.testing.assert_array_equal(SHARDED[name](*(jax.device_put(x, device) for x in arrays), mesh), want)
 
 
+@pytest.mark.exhaustive
 def test_a_gradient_of_arrays_on_another_device_lies_where_they_lie():
     q, k, v = (jax.device_put(x, jax.devices()[3]) for x in drawn(1))
     gradient = jax.grad(lambda q: sharded_ring_attention(q, k, v, mesh=TWO).sum())(q)

@@ -109,28 +109,6 @@ def test_shard_batch_assigns_the_segments_of_trees_to_ranks(jitted):
         np.testing.assert_array_equal(mine, padded[:, order])
 
 
-def test_a_label_of_a_tree_stays_within_its_segment():
-    shard = shard_batch(jnp.arange(7)[None], "contiguous", 1, tree=([-1, 0, 0], [2, 3, 1]))
-    assert shard.labels.tolist() == [[1, -100, 3, 4, -100, -100, -100]]
-    assert shard.positions.tolist() == [[0, 1, 2, 3, 4, 2, 0]]
-    assert shard.key_extents is not None
-    assert shard.key_extents[0].tolist() == [[0, 6], [1, 6], [2, 5], [3, 5], [4, 5], [5, 6], [0, 0]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"tree": ([-1], [9])}, "a row of the tree has 9 tokens, and ids have 7"),
-        ({"tree": 3}, r"tree must be a pair \(parents, lengths\)"),
-        ({"tree": ([[-1]] * 3, [[7]] * 3)}, "tree has 3 rows and ids have 2"),
-        ({"tree": ([-1], [7]), "documents": jnp.zeros((2, 7), int)}, "documents and tree were given"),
-    ],
-)
-def test_a_tree_that_does_not_fit_its_batch_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        shard_batch(jnp.zeros((2, 7), int), "zigzag", 2, 0, **arguments)
-
-
 TREE: dict[str, Any] = {"key_extents": jnp.asarray([[[0, 6], [1, 6], [2, 4], [3, 4], [4, 6], [5, 6]]]), "longest_path": 4}
 TREE["positions"] = jnp.asarray([[0, 1, 2, 3, 2, 3]])
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -44,6 +44,7 @@ def test_arrays_are_of_the_dtypes_of_a_shard():
     np.testing.assert_array_equal(tree_extents(*packed.tree).positions, packed.positions)
 
 
+@pytest.mark.exhaustive
 def test_attention_over_the_tree_is_that_of_every_rollout_alone():
     of = policy()
     q = jnp.asarray(np.random.default_rng(1).standard_normal((*of.packed.ids.shape, 2, 4)), jnp.float32)
@@ -188,19 +189,7 @@ def test_values_and_tokens_are_gathered_from_a_balanced_layout(traced):
 PACKED = pack_rollouts([[1, 2, 3], [1, 2, 4]])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((jnp.ones((1, 4)), PACKED), r"values must be \[1, 5, ...\], .*, got \[1, 4\]: pass layout= for this rank's shard"),
-        ((jnp.ones((2, 5)), PACKED), r"values must be \[1, 5, ...\], .*, got \[2, 5\]"),
-        ((jnp.ones(5), PACKED), r"values must be \[1, 5, ...\], .*, got \[5\]"),
-        (([1.0], PACKED), "values must be an array, whole or this rank's shard, got list"),
-        ((jnp.ones((1, 5)), [[1]]), "rollouts must be the result of pack_rollouts, got list"),
-    ],
-)
-def test_values_that_do_not_fit_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        unpack_rollouts(*arguments)
+def test_a_shard_that_does_not_fit_is_refused():
     inside = partial(unpack_rollouts, rollouts=PACKED, layout="zigzag")
     with pytest.raises(ValueError, match=r"'seq' is not a mesh axis here: call unpack_rollouts inside .* leave layout out"):
         inside(jnp.ones((1, 6)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -31,6 +33,24 @@ def one_of_each(n: int, values: Iterable[Any]) -> list[Any]:
     return [
         pytest.param(*each, marks=() if i % n == i // n % n else pytest.mark.exhaustive) for i, each in enumerate(_tuples(values))
     ]
+
+
+def mark_repeats(items: Iterable[pytest.Item]) -> None:
+    """Mark as exhaustive those cases of each test marked ``pairs`` that others, chosen greedily, make unnecessary."""
+    grids: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("pairs") and not any(map(item.get_closest_marker, ("exhaustive", "full", "campaign"))):
+            grids[item.nodeid.partition("[")[0]].append(item)
+    for cases in grids.values():
+        columns = [[id(case.callspec.params[name]) for case in cases] for name in cases[0].callspec.params]
+        axes = [axis for axis in dict.fromkeys(tuple(map(each.index, each)) for each in columns) if len({*axis}) > 1]
+        of_cases = [{*combinations(enumerate(row), 2 if len(axes) > 2 else 1)} for row in zip(*axes, strict=True)]
+        while any(of_cases):
+            best = max(range(len(cases)), key=lambda i: len(of_cases[i]))
+            of_cases = [pairs - of_cases[best] for pairs in of_cases]
+            cases[best] = None
+        for case in filter(None, cases if axes else ()):
+            case.add_marker(pytest.mark.exhaustive)
 
 
 def _tuples(values: Iterable[Any]) -> list[tuple[Any, ...]]:

@@ -1,7 +1,7 @@
 """A pool of processes that run functions of tests: started once, reused, one thread each, on gloo by default.
 
 They are forked from a server that has imported PyTorch, so they start in hundredths of a second and share its memory. A pool with
-its own environment spawns them if the server may have imported transformers, and so Triton, which has read its variables then.
+its own environment spawns them if the server has imported transformers, and so Triton, which has read its variables then.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -41,11 +40,14 @@ class Ranks:
     ``ranks(n, function, *arguments)`` runs ``function(group, *arguments)`` on the first n processes and returns n results.
     ``function`` must be importable (a module-level function of a test file); ``group`` is the process group of those n. An
     argument of type PerRank is unpacked: each rank gets its own. An exception on a rank is raised here, with its traceback as a
-    note; ``ranks.outcomes`` returns exceptions instead. ``environment``: variables that the processes set first.
+    note; ``ranks.outcomes`` returns exceptions instead. ``environment``: variables that the processes set first. ``needed``: what
+    their server imports, if it starts with them.
     """
 
-    def __init__(self, backend: str = "gloo", most: int = MOST, environment: dict[str, str] | None = None) -> None:
-        self._backend, self._most, self._environment = backend, most, environment or {}
+    def __init__(
+        self, backend: str = "gloo", most: int = MOST, environment: dict[str, str] | None = None, needed: tuple[str, ...] = ()
+    ) -> None:
+        self._backend, self._most, self._environment, self._needed = backend, most, environment or {}, needed
         self._processes: list[tuple[multiprocessing.Process, multiprocessing.connection.Connection]] = []
 
     def __call__(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -72,8 +74,8 @@ class Ranks:
     def _start(self) -> None:
         if self._processes:
             return
-        late = self._environment and "parity_tests.torch.hugging_face" in sys.modules
-        context = multiprocessing.get_context("spawn") if late else warm.context("torch")
+        late = self._environment and warm.HUGGING_FACE in warm.preloaded
+        context = multiprocessing.get_context("spawn") if late else warm.context("torch", *self._needed)
         self._folder = tempfile.TemporaryDirectory(prefix="ring-attn-")
         store = os.path.join(self._folder.name, "store")
         for rank in range(self._most):

@@ -33,13 +33,14 @@ CACHE = {
 PATIENCE = 600
 """Seconds after which a program counts as hanging."""
 
+HUGGING_FACE = "parity_tests.torch.hugging_face"
 MODULES = {
     "torch": (
         *("torch.distributed", "torch.fx.experimental.symbolic_shapes", "ring_attn_torch"),  # the second at a first backward
         *("pytest", "parity_tests.fuzz", "parity_tests.torch.ring"),  # what the files of tests import, and the cases
     ),
     "jax": ("jax", "flax.nnx", "optax", "ring_attn_jax"),
-    "parity_tests.torch.hugging_face": (
+    HUGGING_FACE: (
         "transformers.trainer",
         "parity_tests.torch.hugging_face",
         *(
@@ -49,7 +50,13 @@ MODULES = {
         *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt_oss", "llama4", "modernbert", "phi3")),
     ),
 }
-"""Modules that the server imports in addition if the tests have imported the key, because these imports take seconds."""
+"""Modules that the server imports in addition if the tests have imported the key, because these imports take seconds.
+
+Those of transformers only if the first who needs the server names them: another worker does without them.
+"""
+
+preloaded: list[str] = []
+"""The keys of ``MODULES`` in the server; [] before it starts."""
 
 
 def collect_rarely() -> None:
@@ -67,7 +74,9 @@ def context(*needed: str) -> Any:
     The server starts with the first process. ``needed``: keys of ``MODULES`` that it imports in any case.
     """
     forked = multiprocessing.get_context("forkserver")
-    forked.set_forkserver_preload([each for name in MODULES if name in needed or name in sys.modules for each in MODULES[name]])
+    if not preloaded:
+        preloaded.extend(name for name in MODULES if name in needed or name in {*sys.modules} - {HUGGING_FACE})
+        forked.set_forkserver_preload([each for name in preloaded for each in MODULES[name]])
     return forked
 
 

@@ -105,6 +105,7 @@ WRONG: dict[str, Any] = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("when", ["on the first call", "on a later call"])
 @pytest.mark.parametrize("problem", WRONG)
 def test_all_ranks_raise_the_same_value_error(gloo, problem, when):

@@ -26,6 +26,7 @@ from .ring import on_rank, options
 WINDOWS = {**MASKS, "hopless": sliding_window(0), "skips the middle": sliding_window(3, offset=-40)}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("mask", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -56,13 +56,3 @@ def test_a_context_of_no_length_is_all_that_its_shards_hold():
     x, context = (torch.from_numpy(each) for each in arrays()[:2])
     torch.testing.assert_close(layer(x, length=5, context=x)[:, :5], layer(x[:, :5], context=x))
     assert torch.equal(layer(x, context=context), layer(x, context=context, context_length=CONTEXT_LENGTH))
-
-
-def test_what_is_no_context_is_refused():
-    layer, x = RingAttention(**LAYER), torch.ones(1, 4, LAYER["dim"])
-    with pytest.raises(ValueError, match=r"context must be \[batch, tokens, 24\], got \[1, 4, 23\]"):
-        layer(x, context=x[..., 1:])
-    with pytest.raises(ValueError, match="context_length was given without context: pass the sequence"):
-        layer(x, context_length=3)
-    with pytest.raises(ValueError, match="context_positions was given without context"):
-        layer(x, context_positions=torch.arange(4))

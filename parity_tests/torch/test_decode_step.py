@@ -34,6 +34,7 @@ def no_cache_on_rank(group: Group) -> list[str]:
     return [message_of(lambda call=call: call[0](model, ids, call[1])) for call in calls]
 
 
+@pytest.mark.exhaustive
 def test_torch_compile_leaves_a_step_as_it_stands():
     model, ids = model_of("features"), torch.tensor([[3, 1, 4]])
 

@@ -17,11 +17,12 @@ from ring_attn_torch.ring import transfer
 from ring_attn_torch.variants.dilated import COMPILES
 
 from ..support.dilated import CASES, PUBLISHED, Case, by_name, check
+from ..support.selection import one_of_each
 from ..support.spawn import PerRank
 from .dilated import on_rank, run
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", one_of_each(2, CASES), ids=str)
 def test_out_lse_and_gradients_are_exact(gloo, case):
     check(case, run(gloo, case))
 
@@ -37,6 +38,7 @@ def test_the_published_setting_is_exact(gloo):
     check(PUBLISHED, run(gloo, PUBLISHED))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("case", [CASES[2], CASES[5]], ids=str)
 @pytest.mark.parametrize("token", [1, 9, 20])
 def test_future_tokens_change_nothing_on_any_rank(gloo, case, token):

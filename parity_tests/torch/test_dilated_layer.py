@@ -37,7 +37,7 @@ SEEDS = range(120)
 """Every ring has calls of its own."""
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", first([3, 1, 2, 4], 2))
 def test_layer_over_a_ring_is_dense_attention_of_the_same_sparsity(gloo, ranks):
     x, dout = layer_data()
     for arguments in ARGUMENTS.values():
@@ -86,6 +86,7 @@ def test_random_calls_are_dense_attention_of_the_same_sparsity_or_refused_by_nam
     check_draws(draws, gloo(ranks, dilated_over_a_ring, draws), densely)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", first([3, 1]))
 def test_random_calls_of_one_segment_are_torchs_own(gloo, ranks):
     draws = [drawn for seed in SEEDS[ranks - 1 :: 3] if (drawn := draw_dilated(seed, [WHOLE]))]
@@ -177,6 +178,7 @@ def test_a_pytorch_that_compiles_it_to_something_else_is_refused_by_name():
         call(x)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.skipif(not COMPILES, reason="PyTorch before 2.15 compiles it to something else")
 def test_a_compiled_call_needs_no_break_of_the_graph():

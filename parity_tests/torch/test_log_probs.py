@@ -161,26 +161,6 @@ def test_log_probs_of_hidden_states_take_some_chunks_of_logits():
 X, W, Y = torch.ones(2, 4, 3), torch.ones(7, 3), torch.ones(2, 4, dtype=torch.long)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"head": W.T}, r"head must be \[vocab, 3\] for hidden states \[2, 4, 3\], got \[3, 7\]: pass model.head_weight"),
-        ({"head": 3}, "head must be a torch.Tensor, got 3"),
-        ({"labels": Y[:, 1:], "head": W}, r"must be \[2, 4\] for hidden states .* got \[2, 3\]: both are this rank's shard"),
-        ({"labels": Y.float()}, "labels must have an integer dtype, .* got float32"),
-        ({"labels": Y > 0, "head": W}, "labels must have an integer dtype, .* got bool"),
-        ({"logits": X.int()}, "logits and hidden states must have one of the dtypes bfloat16, .* got int32"),
-        ({"chunk": 0, "head": W}, "chunk is a number of tokens, an int of at least 1, got 0"),
-        ({"ignore_index": None}, "ignore_index must be one integer, got None"),
-        ({"ignore_index": 0.5}, "ignore_index must be one integer, got 0.5"),
-    ],
-)
-def test_what_has_no_log_probs_is_refused(arguments, message):
-    given = {"logits": X, "labels": Y} | arguments
-    with pytest.raises(ValueError, match=message):
-        token_log_probs(given.pop("logits"), given.pop("labels"), **given)
-
-
 @pytest.mark.parametrize("given", ["hidden", "logits"])
 @pytest.mark.parametrize("of", [loss, lambda *x, **named: token_log_probs(*x, entropy=True, **named)[0].sum()])
 def test_a_second_derivative_raises_instead_of_being_dropped(of, given):

@@ -169,27 +169,6 @@ def test_the_loss_of_hidden_states_takes_a_chunk_of_logits():
 X, W, Y = torch.ones(2, 4, 3), torch.ones(7, 3), torch.ones(2, 4, dtype=torch.long)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"head": W.T}, r"head must be \[vocab, 3\] for hidden states \[2, 4, 3\], got \[3, 7\]: pass model.head_weight"),
-        ({"head": W[0]}, r"head must be \[vocab, 3\] .*, got \[3\]"),
-        ({"head": 3}, "head must be a torch.Tensor, got 3"),
-        ({"labels": Y[:, 1:], "head": W}, r"must be \[2, 4\] for hidden states .* got \[2, 3\]: both are this rank's shard"),
-        ({"logits": X[0, 0], "labels": Y[0, 0]}, r"logits must be \[batch, tokens, vocab\], got \[3\]"),
-        ({"chunk": 0, "head": W}, "chunk is a number of tokens, an int of at least 1, got 0"),
-        ({"chunk": None}, "chunk is a number of tokens, an int of at least 1, got None"),
-        ({"reduction": "none"}, 'reduction must be "mean" or "sum", over all labels of all ranks, got \'none\''),
-        ({"ignore_index": None}, "ignore_index must be one integer, got None"),
-        ({"ignore_index": 0.5}, "ignore_index must be one integer, got 0.5"),
-    ],
-)
-def test_what_makes_no_loss_is_refused(arguments, message):
-    given = {"logits": X, "labels": Y} | arguments
-    with pytest.raises(ValueError, match=message):
-        loss(given.pop("logits"), given.pop("labels"), **given)
-
-
 def test_one_ranks_mistake_is_everybodys_error(gloo):
     for outcome in gloo.outcomes(2, mistaken_on_rank, PerRank(7, 6)):
         assert isinstance(outcome, ValueError)

@@ -23,8 +23,8 @@ SIZES = {"embed_dim": 12, "num_heads": 2, "batch_first": True}
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", first([2, 1, 4]))
 def test_random_calls_are_torchs_own_or_refused_by_name(gloo, ranks):
-    results = gloo(ranks, over_a_ring, SEEDS)
-    for seed, *of_ranks in zip(SEEDS, *results, strict=True):
+    results = gloo(ranks, over_a_ring, SEEDS[::2])
+    for seed, *of_ranks in zip(SEEDS[::2], *results, strict=True):
         drawn, got = draw(seed), of_ranks[0]
         if drawn.refused or isinstance(got, str):
             assert drawn.refused, f"draw {seed} is refused: {got}"

@@ -104,10 +104,3 @@ def in_a_bucket(group: Group) -> None:
         ring_attention(x, x, x, group=group, length=32).sin().sum().backward()
         found.append(gather(x.grad, group=group, length=bucket)[:, :32])  # type: ignore[arg-type]
     torch.testing.assert_close(*found)
-
-
-def test_labels_that_cross_documents_are_refused():
-    ids, documents = torch.arange(12)[None], torch.tensor([[0] * 3 + [1] * 2 + [2] * 7])
-    with pytest.raises(ValueError, match="the label of token 2 of row 0, the last of its document"):
-        shard_batch(ids, "zigzag", 2, documents=documents, labels=ids.roll(-1, 1))
-    shard_batch(ids, "zigzag", 2, documents=documents, labels=ids)

@@ -51,7 +51,7 @@ def test_the_rest_of_the_grid_is_exact(gloo, case):
     check(case, run(gloo, case))
 
 
-@pytest.mark.parametrize("case", SPECIAL, ids=str)
+@pytest.mark.parametrize("case", one_of_each(2, SPECIAL), ids=str)
 def test_cross_attention_padding_and_odd_sizes_are_exact(gloo, case):
     check(case, run(gloo, case))
 
@@ -81,7 +81,7 @@ def test_future_tokens_change_nothing_on_any_rank(gloo, layout, ranks, token):
     check_future_unseen(run(gloo, case), run(gloo, case.with_other_future(token)), token, case.length)
 
 
-@pytest.mark.parametrize("case", one_of_each(2, COMBINATIONS), ids=str)
+@pytest.mark.parametrize("case", one_of_each(4, COMBINATIONS), ids=str)
 def test_any_two_features_together_are_exact(gloo, case):
     check(case, run(gloo, case))
 
@@ -109,6 +109,7 @@ def test_nan_in_dlse_of_a_query_that_sees_no_key_reaches_the_sinks_alone(gloo):
     check_sinks_alone(run(gloo, SINKS_ALONE), run(gloo, with_nan_in_dlse(SINKS_ALONE)))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dropout_keeps_the_same_set_on_every_ring(gloo, layout, ranks):

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_attn_core import LAYOUTS
-from ring_attn_torch import document_extents, from_layout, loss, prefix_extents, shard_batch, to_layout
+from ring_attn_torch import document_extents, loss, prefix_extents, shard_batch
 
 from ..support.models import Arrays, assert_near
 from ..support.shards import (
@@ -18,7 +18,6 @@ from ..support.shards import (
     IMPOSSIBLE,
     IMPOSSIBLE_GRADIENT,
     KEY_MASK,
-    LABELS,
     LENGTH,
     OPTIONS,
     RANKS,
@@ -38,6 +37,7 @@ def tensors(options: dict) -> dict:
     return {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_token_of_every_shard_is_right(layout, ranks):
@@ -55,20 +55,6 @@ def test_every_tensor_of_a_shard_is_contiguous(options, rank):
     batch = shard_batch(torch.from_numpy(IDS), "zigzag", 3, rank, **tensors(options))
     assert [name for name, x in batch._asdict().items() if isinstance(x, torch.Tensor) and not x.is_contiguous()] == []
     assert batch.labels.view(-1).shape == (batch.labels.numel(),)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_shards_go_back_to_whole_sequences(layout):
-    given = tensors({"documents": DOCUMENTS, "key_mask": KEY_MASK, "labels": LABELS})
-    batch = shard_batch(torch.from_numpy(IDS), layout, 4, **given)
-    back = lambda x: from_layout(x, layout, 4, LENGTH).numpy()
-    np.testing.assert_array_equal(back(batch.ids), IDS)
-    np.testing.assert_array_equal(back(batch.labels), np.where((DOCUMENTS < 0) | ~KEY_MASK, -100, LABELS))
-    np.testing.assert_array_equal(back(batch.positions), np.broadcast_to(np.arange(LENGTH), IDS.shape))
-    np.testing.assert_array_equal(back(batch.extents), extents(DOCUMENTS))
-    np.testing.assert_array_equal(back(batch.key_mask), KEY_MASK)
-    prefix = prefix_extents(5, LENGTH)
-    np.testing.assert_array_equal(back(to_layout(prefix, layout, 4)), prefix)
 
 
 def test_shard_batch_compiles_as_one_graph():
@@ -108,17 +94,6 @@ class Count(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.operations += 1
         return func(*args, **kwargs or {})
-
-
-def test_a_million_tokens_are_packed_right():
-    lengths = np.random.default_rng(0).integers(1, 4000, 500)
-    first = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    expected = np.stack([first, first + np.repeat(lengths, lengths)], -1)[None]
-    documents = torch.from_numpy(np.repeat(np.arange(500), lengths)[None])
-    assert len(first) > 900_000
-    np.testing.assert_array_equal(document_extents(documents), expected)
-    ends = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
-    np.testing.assert_array_equal(document_extents(cu_seqlens=ends), expected)
 
 
 def test_loss_of_uneven_shards_is_one_devices(gloo):

@@ -43,7 +43,7 @@ COARSE = (8, 6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", one_of_each(2, PAIRS), ids=str)
+@pytest.mark.parametrize("case", one_of_each(4, PAIRS), ids=str)
 def test_every_strategy_is_exact_with_every_feature(gloo, case):
     check(case, run(gloo, replace(case, tiles=COARSE)))
 
@@ -53,7 +53,7 @@ def test_any_two_features_together_are_exact_under_every_strategy(gloo, case):
     check(case, run(gloo, replace(case, tiles=COARSE)))
 
 
-@pytest.mark.parametrize("case", one_of_each(3, EACH), ids=str)
+@pytest.mark.parametrize("case", one_of_each(6, EACH), ids=str)
 def test_every_feature_at_once_is_exact_and_hides_nan(gloo, case):
     case = replace(case, tiles=COARSE)
     clean = run(gloo, case)
@@ -170,6 +170,7 @@ def test_ranks_with_other_strategies_are_told_so(gloo):
         assert "disagree on strategy: 'gather' on rank 0, 'Ulysses(ranks=2)' on rank 1" in str(error)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("name", first(["direct", "in pairs", "two_way", "gather", "ulysses", "two_level"], 1, 2))
 def test_a_compiled_call_takes_the_strategy(gloo, name):

@@ -121,7 +121,7 @@ def order_of(_: Any, call: Any, name: str, counts: np.ndarray) -> np.ndarray:
     return order.numpy()
 
 
-@pytest.mark.parametrize("name", ["key_tiles", "intervals"])
+@pytest.mark.parametrize("name", first(["key_tiles", "intervals"]))
 def test_the_query_tiles_that_visit_the_most_key_tiles_come_first(interpreter, name):
     of = frozenset({"extents" if name == "key_tiles" else "key_extents"})
     call = replace(PLAIN, batch=2, seq_local=300, kv_local=300, q_runs=1, k_runs=2, array_names=of)

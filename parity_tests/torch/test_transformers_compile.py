@@ -53,6 +53,7 @@ def compiled(group: Any) -> tuple[int, int, list[float], float]:
 ORDERS = "model.compile() before", "compiled inside", "the compiled called", "the original called"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("order", first(ORDERS))
 def test_a_model_compiled_in_any_order_computes_what_an_eager_one_does(four: Any, order: str):

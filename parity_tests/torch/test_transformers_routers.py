@@ -179,6 +179,7 @@ def test_generating_needs_no_auxiliary_loss_and_outside_of_a_ring_it_is_transfor
     assert torch.equal(after.loss, before.loss)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_trainer_on_a_ring_adds_it_as_transformers_does(four: Any, tmp_path: Path):
     pytest.importorskip("transformers", minversion="5.20", reason="RingTrainer needs it")

@@ -27,6 +27,7 @@ from ring_attn_torch import (
 
 from ..support.models import assert_near
 from ..support.rollouts import Policy, policy
+from ..support.selection import first
 from ..support.spawn import PerRank
 from .models import Group, rank_in, ranks_of
 
@@ -136,8 +137,9 @@ def same_on_rank(group: Group, of: Policy, layout: Any) -> bool:
 PACKED = pack_rollouts([[1, 2, 3], [1, 2, 4]])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["zigzag", balanced_tree_layout(*PACKED.tree, 2)], ids=["zigzag", "balanced"])
+@pytest.mark.parametrize("layout", first(["zigzag", balanced_tree_layout(*PACKED.tree, 2)]), ids=["zigzag", "balanced"])
 def test_unpack_compiles_as_one_graph(gloo, layout):
     assert gloo(2, compiled_on_rank, layout) == [True, True]
 
@@ -151,19 +153,7 @@ def compiled_on_rank(group: Group, layout: Any) -> bool:
     return torch.equal(*gradients)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((torch.ones(1, 4), PACKED), r"values must be \[1, 5, ...\], .*, got \[1, 4\]: pass layout= for this rank's shard"),
-        ((torch.ones(2, 5), PACKED), r"values must be \[1, 5, ...\], .*, got \[2, 5\]"),
-        ((torch.ones(5), PACKED), r"values must be \[1, 5, ...\], .*, got \[5\]"),
-        (([1.0], PACKED), "values must be a torch.Tensor, whole or this rank's shard, got list"),
-        ((torch.ones(1, 5), [[1]]), "rollouts must be the result of pack_rollouts, got list"),
-    ],
-)
-def test_values_that_do_not_fit_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        unpack_rollouts(*arguments)
+def test_a_shard_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="x holds 5 tokens, and of length=5 over 1 ranks in zigzag a shard has 6"):
         unpack_rollouts(torch.ones(1, 5), PACKED, layout="zigzag")
     with pytest.raises(ValueError, match="unknown layout 'spiral'"):

@@ -1,0 +1,95 @@
+"""Layers and transformers: weights go to numpy and back, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ring_attn_core.model.config import TransformerConfig
+
+from ..support.models import TRANSFORMER, transformer_weights
+
+
+@pytest.mark.parametrize(("tied", "sinks"), [(True, False), (False, True)])
+def test_weights_go_to_numpy_and_back(framework, tied, sinks):
+    model = framework.make("RingTransformer", **TRANSFORMER | {"tied": tied, "sinks": sinks, "alibi": True})
+    weights = transformer_weights(tied, sinks=sinks)
+    assert {name: x.shape for name, x in framework.to_numpy(model).items()} == {name: x.shape for name, x in weights.items()}
+    for name, x in framework.to_numpy(framework.from_numpy(model, weights)).items():
+        np.testing.assert_array_equal(x, weights[name])
+
+
+def test_a_state_with_one_name_too_many_changes_nothing(framework):
+    layer = framework.make("RingAttention", 24, 4, kv_heads=2, head_dim=8)
+    state = framework.to_numpy(layer)
+    with pytest.raises(ValueError, match=r"w\.weight is unexpected"):
+        framework.from_numpy(layer, {name: x + 1 for name, x in state.items()} | {"w.weight": state["o.weight"]})
+    for name, x in framework.to_numpy(layer).items():
+        np.testing.assert_array_equal(x, state[name])
+
+
+def test_a_state_that_does_not_fit_is_refused_with_every_reason(framework):
+    layer = framework.make("RingAttention", 24, 4, kv_heads=2, head_dim=8)
+    state = framework.to_numpy(layer)
+    wrong = {name.replace("o.", "w."): x.T if name == "q.weight" else x for name, x in state.items()}
+    message = r"o.weight is missing; w.weight is unexpected; q.weight is \[24, 32\] and must be \[32, 24\]"
+    with pytest.raises(ValueError, match=message):
+        framework.from_numpy(layer, wrong)
+    np.testing.assert_array_equal(framework.to_numpy(layer)["q.weight"], state["q.weight"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"dim": 24, "heads": 5}, "dim=24 cannot be split over heads=5"),
+        ({"dim": 24, "heads": 4, "kv_heads": 3}, "kv_heads=3 must divide heads=4"),
+        ({"dim": 12, "heads": 4}, "head_dim must be even, got 3"),
+        ({"dim": 24, "heads": 0}, "heads must be an int of at least 1, got 0"),
+        ({"dim": 24, "heads": 4, "rotary_base": 0.5}, "base of rotary embeddings must be greater than 1"),
+        ({"dim": 24, "heads": 4, "softcap": 0}, "softcap must be a Python number above 0 .*, got 0"),
+        ({"dim": 24, "heads": 4, "sinks": 4}, "sinks must be True or False, got 4"),
+        ({"dim": 24, "heads": 4, "alibi": None}, "alibi must be True or False, got None"),
+        ({"dim": 24, "heads": 4, "dropout_rate": 1.0}, "from 0 to below 1, got 1.0"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(framework, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        framework.make("RingAttention", **sizes)
+
+
+MLP_CHUNK = "mlp_chunk is a number of tokens, an int of at least 1, got"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"windows": 4}, "windows must be a list of one value for each of 2 layers, .*, got 4"),
+        ({"windows": [4]}, r"one value for each of 2 layers, .*, got \[4\]"),
+        ({"windows": [None, -1]}, r"windows\[1\] must be an int of at least 0, .*, got -1"),
+        ({"windows": [3.0, None]}, r"windows\[0\] must be an int of at least 0, .*, got 3.0"),
+        ({"windows": [True, None]}, r"windows\[0\] must be an int of at least 0, .*, got True"),
+        ({"activations": "block"}, "activations must be one of keep, recompute, offload, got 'block'"),
+        *(({"mlp_chunk": chunk}, MLP_CHUNK) for chunk in (0, -1, 2.0, True, "3")),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused(framework, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        framework.make("RingTransformer", **TRANSFORMER, **sizes)
+
+
+def test_what_is_no_context_is_refused(framework):
+    layer, x = framework.make("RingAttention", 24, 4, kv_heads=2), framework.array(np.ones((1, 4, 24), np.float32))
+    with pytest.raises(ValueError, match=r"context must be \[batch, tokens, 24\], got \[1, 4, 23\]"):
+        layer(x, context=x[..., 1:])
+    with pytest.raises(ValueError, match="context_length was given without context: pass the sequence"):
+        layer(x, context_length=3)
+    with pytest.raises(ValueError, match="context_positions was given without context"):
+        layer(x, context_positions=framework.array(np.arange(4)))
+
+
+def test_a_cache_is_made_for_a_models_config(framework):
+    config = TransformerConfig(vocab=10, dim=32, depth=3, heads=4, kv_heads=2)
+    for given, dtype in (({}, "float32"), ({"dtype": "float16"}, "float16")):
+        cache = framework.KVCache.make(config, 1, 7, **framework.ring(1), **given)
+        assert tuple(cache.k.shape) == (3, 1, 7 + (framework.name == "torch"), 2, 8)  # in PyTorch with an extra slot
+        assert str(cache.k.dtype).removeprefix("torch.") == dtype
