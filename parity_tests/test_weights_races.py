@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from flax import nnx  # noqa: E402
 
 import ring_attn_jax  # noqa: E402
 import ring_attn_torch  # noqa: E402
+from ring_attn_core.model.weight_files import WeightFolder  # noqa: E402
 from ring_attn_torch.training import saved_weights  # noqa: E402
 
 PACKAGES = {"jax": ring_attn_jax, "torch": ring_attn_torch}
@@ -71,6 +73,19 @@ def test_a_save_while_another_process_loads_never_mixes_two_saves(package, kind,
     model = load(package, kind, tmp_path / "w")
     assert (model.config.eps, values(package, model)) in ((1e-3, {1.0}), (1e-4, {2.0}))
     assert next(saves) == 3.0
+
+
+def test_weights_that_are_written_to_while_they_are_loaded_are_named(package, tmp_path, monkeypatch):
+    save(package, "own", tmp_path / "w", 1.0)
+    digest = WeightFolder.digest
+
+    def then_written(held: WeightFolder, *arguments: Any) -> str:
+        os.utime(tmp_path / "w" / "model.safetensors", ns=(1, 1))
+        return digest(held, *arguments)
+
+    monkeypatch.setattr(WeightFolder, "digest", then_written)
+    with pytest.raises(ValueError, match=r"model\.safetensors was written to while it was read"):
+        load(package, "own", tmp_path / "w")
 
 
 @pytest.mark.pairs

@@ -86,7 +86,8 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     ),
     "nothing written": ("{{ messages[0].content }}", [USER, ANSWER], r"row 1: .* no token of message 2 inside {% generation %}"),
     "nothing marked": (
-        "{% for m in messages %}{% if loop.last %}{% generation %}{% endgeneration %}{% endif %}{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{% endgeneration %}{% endif %}{{ m.content }}"
+        "{% endfor %}",
         [USER, ANSWER],
         r"no token of message 2 inside {% generation %}",
     ),

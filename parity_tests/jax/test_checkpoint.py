@@ -186,13 +186,14 @@ def test_a_damaged_or_foreign_checkpoint_is_named_and_changes_nothing(tmp_path):
     assert progress.step == 1
 
 
-def test_a_checkpoint_of_another_transformer_is_refused_by_its_config(tmp_path):
+@pytest.mark.parametrize("around", [lambda model: model, lambda model: nnx.Dict(inner=model)], ids=["alone", "in a module"])
+def test_a_checkpoint_of_another_transformer_is_refused_by_its_config(around, tmp_path):
     config = TransformerConfig(**TRANSFORMER, windows=(3, None))
-    model = RingTransformer.from_config(config, rngs=nnx.Rngs(0))
+    model = around(RingTransformer.from_config(config, rngs=nnx.Rngs(0)))
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, model)
     with pytest.raises(ValueError, match=r"is of another model: windows is \[3, None\] there and None here"):
-        checkpoints.resume(RingTransformer(**TRANSFORMER, rngs=nnx.Rngs(0)))
+        checkpoints.resume(around(RingTransformer(**TRANSFORMER, rngs=nnx.Rngs(0))))
     with pytest.raises(ValueError, match="was saved without an optimizer: resume without one"):
         checkpoints.resume(model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param))
     checkpoints.close()

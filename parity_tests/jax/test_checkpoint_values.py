@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,23 @@ def test_a_numpy_scalar_comes_back_as_an_array(tmp_path):
     one, other = (Holder(x=nnx.Variable(np.float32(x)), w=nnx.Param(jnp.ones(2))) for x in (0.1, 0.2))
     resumed(tmp_path, (one,), (other,))
     np.testing.assert_array_equal(other.x.get_value(), np.float32(0.1), strict=True)
+
+
+def test_a_complex_number_comes_back(tmp_path):
+    one, other = (Holder(x=nnx.Variable(jnp.asarray(x)), w=nnx.Param(jnp.ones(2))) for x in (1j, 2j))
+    resumed(tmp_path, (one,), (other,))
+    assert other.x.get_value() == 1j
+
+
+def test_a_save_works_inside_an_event_loop(tmp_path):
+    """As in a notebook, whose cells run inside one."""
+
+    async def cell() -> None:
+        resumed(tmp_path, (Holder(w=nnx.Param(jnp.ones(2))),), (other,))
+
+    other = Holder(w=nnx.Param(jnp.zeros(2)))
+    asyncio.run(cell())
+    assert other.w.get_value().tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("x", [1j, b"x", object(), np.array(["x"])], ids=["complex", "bytes", "object", "texts"])

@@ -122,6 +122,18 @@ def test_states_that_exist_on_some_ranks_only_come_back_there_only(sharded: bool
     gloo(2, on_one_rank, tmp_path, sharded)
 
 
+def on_more_ranks(group: Any, folder: Path) -> list[int]:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert Checkpoints(folder, group=group).resume(model, optimizer) is not None
+    return [len(optimizer.state.get(p, {})) for p in model.parameters()]
+
+
+def test_states_of_one_rank_come_back_on_each_of_another_number_of_ranks(gloo, tmp_path):
+    gloo(2, on_one_rank, tmp_path, False)
+    assert gloo(3, on_more_ranks, tmp_path) == [[3] * 4] * 3
+
+
 @pytest.mark.parametrize("kind", ["NAdam", "ASGD"])
 def test_states_that_are_one_number_come_back_as_such(kind: str, gloo, tmp_path):
     """NAdam's mu_product, and ASGD's eta and mu."""

@@ -16,6 +16,7 @@ pytest.importorskip("safetensors")
 
 from ring_attn_core.model import checkpoint_folder  # noqa: E402
 from ring_attn_torch import Checkpoints  # noqa: E402
+from ring_attn_torch.training.checkpoint_files import failed  # noqa: E402
 
 from ..support.spawn import PerRank  # noqa: E402
 
@@ -138,6 +139,12 @@ def test_a_checkpoint_of_an_earlier_version_without_digests_is_resumed(tmp_path)
     progress = Checkpoints(tmp_path).resume(*made(1))
     assert progress is not None
     assert progress.step == 2
+
+
+def test_the_error_of_the_lowest_failed_rank_is_quoted():
+    error: Any = RuntimeError()
+    error.failures = {3: (OSError("third"), None), 1: (OSError("first"), None)}
+    assert str(failed(7, error)).endswith("first (rank 1)")
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path):

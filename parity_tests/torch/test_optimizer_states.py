@@ -84,10 +84,11 @@ def test_parameters_without_a_saved_state_lose_theirs():
 
 
 class Decaying(torch.optim.AdamW):
-    """AdamW that halves its learning rate, a tensor, in place after each step."""
+    """AdamW that draws a number, and halves its learning rate, a tensor, in place after each step."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
+        torch.rand(1)
         for group in self.param_groups:
             group["lr"].mul_(0.5)
 
@@ -121,6 +122,23 @@ def test_the_lowest_rank_with_a_state_says_its_kind():
     assert states.union([one, other]) == {"a": {"step": ["float32", None]}, "b": {"step": ["int64", None]}}
     assert states.absent([one, other]) == {"0": ["b"], "1": []}
     assert states.held_states(["optimizer.state.a.b.step", "optimizer.state.a.b.x", "model.a"]) == {"a.b": {"step", "x"}}
+
+
+def zeros_on_rank(group: Any) -> dict[str, Any]:
+    """The dtype and shape of each state that a rank adds to its shards."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    model, optimizer = made()
+    model.weight = torch.nn.Parameter(distribute_tensor(model.weight.data, DeviceMesh.from_group(group, "cpu"), [Replicate()]))
+    optimizer.param_groups[0]["params"][0] = model.weight
+    wanted: states.StateKinds = {"weight": {"exp_avg": ["float64", [2, 3]], "step": ["float32", None]}}
+    added = states.with_shards(model, optimizer, {}, wanted)["weight"]
+    return {name: (x.dtype, tuple(x.shape)) for name, x in added.items()}
+
+
+def test_states_that_a_rank_lacks_are_added_in_their_dtype_which_may_not_be_the_parameters(gloo):
+    assert gloo(1, zeros_on_rank) == [{"exp_avg": (torch.float64, (2, 3))}]
 
 
 def test_states_of_parameters_outside_the_model_are_refused():
