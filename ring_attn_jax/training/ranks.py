@@ -167,13 +167,13 @@ def together(call: str, mesh: Any) -> Iterator[list[str]]:
         if error is not None:
             raise error
         return
-    everybody = _exchanged(error, RankDifference, alike=alike)
+    everybody = _exchanged(error, RankDifference, {"alike": alike})
     check_alike(f"what processes have read while {call}", "process", [", ".join(report["alike"]) for report in everybody])
 
 
-def _exchanged(error: Exception | None, on_some: type[ValueError], **values: Any) -> list[dict[str, Any]]:
-    """Return the ``values`` of all processes, or raise their first error in each: as ``on_some`` if not all have one."""
-    mine = values | {"error": error and [isinstance(error, OSError), str(error)]}
+def _exchanged(error: Exception | None, on_some: type[ValueError], report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the ``report`` of each process, or raise their first error in each: as ``on_some`` if not all have one."""
+    mine = report | {"error": error and [isinstance(error, OSError), str(error)]}
     reports = [json.loads(text) for text in _gathered(json.dumps(mine))]
     errors = [report["error"] for report in reports]
     for process, each in enumerate(errors):
@@ -209,7 +209,7 @@ def agreed(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
         if error is not None:
             raise error
         return [value]
-    gathered = _exchanged(error, ValueError, value=value, alike={name: in_words(x) for name, x in alike.items()})
+    gathered = _exchanged(error, ValueError, {"value": value, "alike": {name: in_words(x) for name, x in alike.items()}})
     for name in alike:
         values = [each["alike"][name] for each in gathered]
         if len(set(values)) > 1:
