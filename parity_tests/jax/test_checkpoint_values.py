@@ -19,6 +19,7 @@ import jax.numpy as jnp  # noqa: E402
 from ring_attn_jax import Checkpoints, to_numpy  # noqa: E402
 
 from ..support.selection import first  # noqa: E402
+from .ring import mesh_of  # noqa: E402
 
 
 class Holder(nnx.Module):
@@ -79,6 +80,20 @@ def test_what_a_variable_holds_comes_back_in_its_type(name: str, tmp_path):
     one, other = (Holder(x=nnx.Variable(x), w=nnx.Param(jnp.full(2, i, jnp.float32))) for i, x in enumerate(VALUES[name]))
     resumed(tmp_path, (one,), (other,))
     assert_same((one,), (other,))
+
+
+def test_resume_commits_no_array_that_was_uncommitted(tmp_path):
+    def model(seed: int) -> Holder:
+        return Holder(
+            w=nnx.Param(jnp.full(2, seed, jnp.float32)), weak=nnx.Variable(jnp.asarray(0.1 * seed)),
+            empty=nnx.Variable(jnp.zeros((0, 3))), rngs=nnx.Rngs(seed),
+        )  # fmt: skip
+
+    one, other = model(1), model(2)
+    resumed(tmp_path, (one,), (other,))
+    assert not any(x.committed for x in jax.tree.leaves(nnx.state(other)))
+    x = jax.device_put(jnp.ones(2), jax.NamedSharding(mesh_of(2), jax.P("seq")))
+    assert len(nnx.jit(lambda model, x: model.w * x)(other, x).sharding.device_set) == 2
 
 
 def test_a_numpy_scalar_comes_back_as_an_array(tmp_path):

@@ -17,6 +17,7 @@ from ring_attn_core.plan.balanced import balanced_layout
 from ring_attn_jax import (
     TracedLayout,
     attend_block,
+    causal_conv,
     document_extents,
     loss,
     prefix_extents,
@@ -201,3 +202,16 @@ def test_loss_is_inf_with_finite_gradients_where_a_label_is_impossible():
     value, gradient = jax.jit(jax.value_and_grad(ring))(jnp.asarray(IMPOSSIBLE), jnp.ones((1, 4), jnp.int32))
     assert value == jnp.inf
     np.testing.assert_allclose(gradient, IMPOSSIBLE_GRADIENT, rtol=1e-6)
+
+
+def test_rows_over_another_axis_beside_a_ring_of_one_get_the_gradients_of_one_device():
+    x, weight, dout = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(2, 6, 3), (3, 4), (2, 6, 3)]))
+
+    def gradients(mesh, rows):
+        spec = PartitionSpec(rows, "seq")
+        conv = jax.shard_map(causal_conv, mesh=mesh, in_specs=(spec, REPLICATED), out_specs=spec)
+        return jax.jit(jax.grad(lambda x, weight: (conv(x, weight) * dout).sum(), (0, 1)))(x, weight)
+
+    mesh = jax.make_mesh((2, 1), ("data", "seq"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2])
+    for found, expected in zip(gradients(mesh, "data"), gradients(mesh_of(1), None), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)

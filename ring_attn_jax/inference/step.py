@@ -51,14 +51,12 @@ def shards(layout: str, ranks: int, local: int) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(of_rank, jnp.int32), jnp.asarray(owners, jnp.int16)
 
 
-def _gather(x: jax.Array, index: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(x, index, 1)
-
-
-def _scatter(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
-    return x.at[jnp.arange(len(x))[:, None], index].set(values, mode="drop")
-
-
 OPS = ArrayOps(
-    jnp, jnp.arange, jnp.zeros, lax.convert_element_type, lambda x: x.astype(jnp.int32), gather=_gather, scatter=_scatter
+    jnp,
+    jnp.arange,
+    jnp.zeros,
+    lax.convert_element_type,
+    lambda x: x.astype(jnp.int32),
+    gather=lambda x, index: jnp.take_along_axis(x, index, 1),
+    scatter=lambda x, index, values: x.at[jnp.arange(len(x))[:, None], index].set(values, mode="drop"),
 )

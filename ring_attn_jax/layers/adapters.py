@@ -117,7 +117,7 @@ class FlaxFunction:
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         q, k, v = (_one_batch(x).astype(dtype) for x in (query, key, value))
         band = self.options.mask
-        options = replace(self.options, mask=_causal_part(band) if is_causal else band)
+        options = replace(self.options, mask=Band(max(band.lo or 0, 0), band.hi) if is_causal else band)
         drops = dropout_rate and not deterministic
         dropout = DropoutArguments(dropout_rng, dropout_rate, broadcast_dropout) if drops else None
         visible = None
@@ -189,10 +189,6 @@ REFUSED = {
 def _one_batch(x: jax.Array) -> jax.Array:
     """Reshape [batch..., tokens, heads, dim] to [batch, tokens, heads, dim]."""
     return x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
-
-
-def _causal_part(band: Band) -> Band:
-    return Band(max(band.lo or 0, 0), band.hi)
 
 
 def _dropout_state(dropout: DropoutArguments) -> DropoutState:

@@ -104,7 +104,7 @@ class CheckpointFiles:
             found: Any = self._handler.metadata(_orbax_path(where / STATE))
         except ValueError as error:
             raise OSError(str(error)) from error
-        return kinds_of(getattr(found, "tree", found))
+        return {name: (str(x.dtype), tuple(x.shape)) for name, x in getattr(found, "tree", found).items()}
 
     def close(self) -> None:
         """Stop orbax's threads."""
@@ -142,11 +142,6 @@ def _check_written(marks: list[Path]) -> None:
         raise OSError(f"process{'es' * (len(absent) > 1)} {', '.join(absent)} could not write")
     for mark in marks:
         mark.unlink()
-
-
-def kinds_of(arrays: dict[str, Any]) -> Kinds:
-    """Map the name of each array to (dtype, shape). A value may be any object with dtype and shape."""
-    return {name: (str(x.dtype), tuple(x.shape)) for name, x in arrays.items()}
 
 
 def run_of(where: Path) -> tuple[Path, dict[str, Any]]:

@@ -98,13 +98,13 @@ def kinds_for(values: dict[str, Any], held: Kinds, model: nnx.Module, optimizer:
 
 
 def place(x: Any, kind: tuple[str, tuple[int, ...]]) -> Any:
-    """Return an array of ``kind`` with the sharding of ``x``, or its description; zeros if it has size 0."""
+    """Return an array of ``kind`` on the devices to which ``x`` is committed, or its description; else zeros in host memory."""
     dtype, shape = jnp.dtype(kind[0]), kind[1]
-    if 0 in shape and isinstance(x, jax.Array):
+    if not isinstance(x, jax.Array) or not x.committed:
+        return np.zeros(shape, dtype)
+    if 0 in shape:
         return jnp.zeros(shape, dtype, device=x.sharding)
-    if not is_plain(x) and kind_of(x) == kind:
-        return _data(x)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=x.sharding) if isinstance(x, jax.Array) else np.zeros(shape, dtype)
+    return _data(x) if kind_of(x) == kind else jax.ShapeDtypeStruct(shape, dtype, sharding=x.sharding)
 
 
 def _later_kinds(model: nnx.Module, optimizer: Any) -> set[tuple[str, tuple[str, tuple[int, ...]]]]:
@@ -142,8 +142,10 @@ def _data(x: Any) -> Any:
 
 
 def _like(x: Any, data: Any) -> Any:
-    """Return ``data`` in the type of ``x``: as keys of jax.random, or as a weakly typed array if it is a number."""
+    """Return ``data`` as keys or a weakly typed array if ``x`` is one, committed to devices only if ``x`` is."""
+    if not isinstance(x, jax.Array):
+        return data
     if is_plain(data):
-        return jax.device_put(jnp.asarray(data), x.sharding) if isinstance(x, jax.Array) else data
-    is_key = not is_plain(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x)) if is_key else data
+        return jax.device_put(jnp.asarray(data), x.sharding if x.committed else None)
+    data = jax.device_put(data) if isinstance(data, np.ndarray) else data
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x)) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else data

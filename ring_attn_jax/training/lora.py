@@ -11,16 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 
 from ring_attn_core.model.lora import LoRA, write_adapters
 
 from ..attend.tiles import accumulation_dtype
 from ..layers.parts import LinearMap, product
 from ..layers.transformer import RingTransformer
-from .ranks import agreed
+from .ranks import agreed, gather_to_host
 
 
 class Adapter(nnx.Module):
@@ -57,7 +55,7 @@ def save_adapters(model: nnx.Module, lora: LoRA, folder: str | Path, base: str |
     """Save the adapters in the format of peft, as :func:`write_adapters`. Each process must call it; process 0 writes."""
     from safetensors.numpy import save_file
 
-    whole = {name: (_whole(each.a[...]), _whole(each.b[...])) for name, _, each in _adapted(model)}
+    whole = {name: (gather_to_host(each.a[...]), gather_to_host(each.b[...])) for name, _, each in _adapted(model)}
     agreed(lambda: None if jax.process_index() else write_adapters(folder, lora, whole, base, save_file))  # type: ignore[arg-type]
 
 
@@ -73,8 +71,3 @@ def _adapted(model: nnx.Module) -> Iterator[tuple[str, LinearMap, Adapter]]:
     for name, linear in sorted(_linears(model), key=lambda each: each[0]):
         if isinstance(linear.adapter, Adapter):
             yield name, linear, linear.adapter
-
-
-def _whole(x: jax.Array) -> np.ndarray:
-    whole = x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
-    return np.ascontiguousarray(np.asarray(whole))

@@ -145,6 +145,11 @@ def _gathered(text: str) -> list[str]:
     return [each[:length].tobytes().decode() for each, length in zip(texts, lengths, strict=True)]
 
 
+def gather_to_host(x: jax.Array) -> np.ndarray:
+    """Return the whole of ``x``, in C order, in every process."""
+    return np.ascontiguousarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
+
+
 @contextmanager
 def together(call: str, mesh: Any) -> Iterator[list[str]]:
     """Run the ``with`` block in all processes, and raise the error of the failed process with the lowest index in all of them.
@@ -162,15 +167,20 @@ def together(call: str, mesh: Any) -> Iterator[list[str]]:
         if error is not None:
             raise error
         return
-    mine = {"error": error and [isinstance(error, OSError), str(error)], "alike": alike}
-    everybody = [json.loads(report) for report in _gathered(json.dumps(mine))]
-    errors = [report["error"] for report in everybody]
-    for process, report in enumerate(errors):
-        if report is not None:
-            raise (OSError if report[0] else RankDifference if None in errors else ValueError)(
-                f"process {process}: {report[1]}"
-            ) from error
+    everybody = _exchanged(error, RankDifference, {"alike": alike})
     check_alike(f"what processes have read while {call}", "process", [", ".join(report["alike"]) for report in everybody])
+
+
+def _exchanged(error: Exception | None, on_some: type[ValueError], report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the ``report`` of each process, or raise their first error in each: as ``on_some`` if not all have one."""
+    mine = report | {"error": error and [isinstance(error, OSError), str(error)]}
+    reports = [json.loads(text) for text in _gathered(json.dumps(mine))]
+    errors = [report["error"] for report in reports]
+    for process, each in enumerate(errors):
+        if each is not None:
+            kind = OSError if each[0] else on_some if None in errors else ValueError
+            raise kind(f"process {process}: {each[1]}") from error
+    return reports
 
 
 def check_kinds(arrays: Mapping[str, Any]) -> None:
@@ -199,12 +209,7 @@ def agreed(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
         if error is not None:
             raise error
         return [value]
-    objection = error and [isinstance(error, OSError), str(error)]
-    mine = {"error": objection, "value": value, "alike": {name: in_words(x) for name, x in alike.items()}}
-    gathered = [json.loads(text) for text in _gathered(json.dumps(mine))]
-    for process, each in enumerate(gathered):
-        if each["error"] is not None:
-            raise (OSError if each["error"][0] else ValueError)(f"process {process}: {each['error'][1]}") from error
+    gathered = _exchanged(error, ValueError, {"value": value, "alike": {name: in_words(x) for name, x in alike.items()}})
     for name in alike:
         values = [each["alike"][name] for each in gathered]
         if len(set(values)) > 1:

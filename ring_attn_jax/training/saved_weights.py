@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.replica_check import RankDifference
@@ -27,7 +26,7 @@ from ring_attn_core.model.weight_saving import check_savable, replacing, write
 
 from ..layers.parts import dtype_name
 from ..layers.transformer import RingTransformer
-from .ranks import agreed, check_exists, check_kinds, together
+from .ranks import agreed, check_exists, check_kinds, gather_to_host, together
 from .weights import _parameters, _turned
 
 LOADING = "loading weights"
@@ -185,9 +184,7 @@ def transformer_in(model: RingTransformer) -> RingTransformer:
 def _whole(model: RingTransformer) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (name, weight) for each weight, gathered from its shards to the host one at a time."""
     for name, (path, p) in _parameters(model).items():
-        x = p[...]
-        whole = np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
-        yield name, np.ascontiguousarray(_turned(path, whole))
+        yield name, np.ascontiguousarray(_turned(path, gather_to_host(p[...])))
 
 
 def _shape(path: tuple[Any, ...], p: nnx.Variable) -> tuple[int, ...]:
