@@ -85,7 +85,7 @@ newest: ## resolve the newest releases afresh, run the tests that touch them, re
 release: $(STAMP) ## sdist, wheel and the notes of a tag in dist/, all checked: make release TAG=v0.2.0
 	@rm -rf dist && mkdir dist
 	@$(BIN)/python parity_tests/release.py $(TAG) > dist/NOTES.md
-	@$(BIN)/python -m ring_attn_cli.compile.ship
+	@TRITON_DISABLE_LINE_INFO=1 $(BIN)/python -m ring_attn_cli.compile.ship
 	@$(BIN)/python -m build --outdir dist . > /dev/null
 	@$(BIN)/python -m pytest parity_tests/house/test_package.py
 	@ls dist

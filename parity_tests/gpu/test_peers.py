@@ -131,7 +131,7 @@ def automatic(group: Any) -> tuple[str, bool, str, bool]:
 
 
 @pytest.mark.parametrize("step", [0, 1, GPUS - 1, GPUS, 2 * GPUS - 2] if GPUS > 2 else [0, 1, 2])
-def test_no_process_outlives_a_killed_rank_by_more_than_the_timeout(strategy, step, tmp_path):
+def test_no_process_outlives_a_killed_rank_by_more_than_the_timeout(step, tmp_path):
     """The last rank ends before the call, or at the ``step``-th arrival of keys.
 
     There are GPUS - 1 arrivals in the forward and as many in the backward.

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 import torch
 from torch.nn import functional as F
 
-from ring_attn_torch import functional, state_space
+from ring_attn_torch import functional, gated_delta_rule, state_space
 
 from ..support.recurrences import DOCUMENTS, SEQUENTIAL, ids_of, make
 from ..test_recurrence import on_rank, relative
@@ -31,7 +31,7 @@ def under_known_names(_: Any, rule: str, arrays: Any, extents: Any, **where: Any
         return functional.causal_conv1d_fn(x.mT, weight, bias, ids_of(ROW), activation="silu", **where).mT
     x, dt, B, C, A, D = arrays
     if rule == "mamba2":
-        return functional.mamba_chunk_scan_combined(x, dt, A, B, C, 64, D, cu_seqlens=ends, **where)
+        return functional.mamba_chunk_scan_combined(x, dt, A, B, C, 64, D, seq_idx=ids_of(ROW), **where)
     return functional.selective_scan_fn(x.mT, dt.mT, A, B.mT, C.mT, D, **where).mT
 
 
@@ -85,3 +85,18 @@ def test_cu_seqlens_that_end_beyond_the_row_are_refused():
     with pytest.raises(ValueError, match="cu_seqlens ends at 90, beyond length=83"):
         functional.chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=torch.tensor([0, 90]))
     assert functional.chunk_gated_delta_rule(q, k, v, g, beta, initial_state=None, output_final_state=False)[1] is None
+
+
+def test_documents_of_other_rows_are_refused_and_those_of_a_padded_row_are_not():
+    x, weight = torch.randn(1, 2, 14), torch.randn(2, 3)
+    with pytest.raises(ValueError, match="causal_conv1d_fn: seq_idx must have the 14 tokens of the row, got 13"):
+        functional.causal_conv1d_fn(x, weight, seq_idx=torch.zeros(1, 13, dtype=torch.int32))
+    found = functional.causal_conv1d_fn(x, weight, seq_idx=torch.zeros(1, 13, dtype=torch.int32), length=13)
+    assert torch.equal(found[..., :13], functional.causal_conv1d_fn(x, weight)[..., :13])
+
+
+def test_a_second_derivative_is_refused():
+    q, k, v, g, beta = (x.requires_grad_() for x in make("gdn", False).arrays)
+    (dq,) = torch.autograd.grad(gated_delta_rule(q, k, v, g, beta, layout="contiguous").square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="derivative"):
+        dq.square().sum().backward()

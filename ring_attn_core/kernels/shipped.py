@@ -28,7 +28,7 @@ class ShippedKernel(NamedTuple):
 
 
 def load(of: Specialization, sources: str) -> ShippedKernel | None:
-    """Return the shipped kernel of these sources, or None: there is none, or its file is damaged."""
+    """Return the shipped kernel of these sources, or None if its file is missing or damaged."""
     try:
         text, _, cubin = lzma.decompress(_file(of, sources).read_bytes()).partition(b"\0")
         found = json.loads(text)

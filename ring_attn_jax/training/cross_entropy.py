@@ -50,8 +50,8 @@ Sums = tuple[jax.Array, jax.Array | None]
 
 
 def order_free_sum(x: jax.Array) -> jax.Array:
-    """Return the sum of ``x``, the same bits for any order of its numbers and any count of zeros among them: pairs are added, and
-    pairs of pairs, the largest numbers first."""
+    """Return the sum of ``x``, the same bits for any order of its numbers and any count of zeros among them.
+    Pairs are added, and pairs of pairs, the largest numbers first."""
     x = jnp.sort(x.reshape(-1))
     x = x[jnp.argsort(-jnp.abs(x), stable=True)]
     while len(x) > 1:

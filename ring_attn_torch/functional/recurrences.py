@@ -67,7 +67,7 @@ def chunk_gated_delta_rule(
     :func:`gated_delta_rule` does, and for ``initial_state``, ``output_final_state``, ``cp_context``, gates inside the kernel
     (``use_gate_in_kernel``, ``use_beta_sigmoid_in_kernel``) and other arguments.
     """
-    others = {name: x for name, x in others.items() if name not in ("cu_seqlens_cpu", "chunk_indices")}
+    others = {name: x for name, x in others.items() if name not in ("cu_seqlens_cpu", "chunk_indices", "chunk_size")}
     where = _where("chunk_gated_delta_rule", q.shape[1], (group, layout, length), {"cu_seqlens": cu_seqlens}, others)
     return gated_delta_rule(q, k, v, g, beta, scale=scale, normalize=use_qk_l2norm_in_kernel, **where), None
 
@@ -105,7 +105,6 @@ def mamba_chunk_scan_combined(
     dt_bias: Tensor | None = None,
     *,
     seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = NO_LIMIT,
     group: Ring = None,
@@ -115,14 +114,13 @@ def mamba_chunk_scan_combined(
 ) -> Tensor:
     """Compute ``mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined`` over a ring; ``chunk_size`` changes no result.
 
-    Shapes are those of :func:`state_space`. ``seq_idx`` and ``cu_seqlens``: documents, as in :func:`causal_conv1d_fn` and
-    :func:`chunk_gated_delta_rule`. Raise ValueError as :func:`state_space` does, and for ``initial_states``,
-    ``return_final_states``, ``return_varlen_states`` and other arguments.
+    Shapes are those of :func:`state_space`. ``seq_idx``: documents, as in :func:`causal_conv1d_fn`. Raise ValueError as
+    :func:`state_space` does, and for ``initial_states``, ``return_final_states``, ``return_varlen_states``, ``cu_seqlens``, which
+    serves only that, and other arguments.
     """
-    documents = {"ids": seq_idx, "cu_seqlens": cu_seqlens}
-    where = _where("mamba_chunk_scan_combined", x.shape[1], (group, layout, length), documents, others)
+    where = _where("mamba_chunk_scan_combined", x.shape[1], (group, layout, length), {"ids": seq_idx}, others)
     out = state_space(x, step_sizes(dt, dt_bias, dt_softplus).clamp(*dt_limit), A, B, C, D=D, **where)
-    return out if z is None else out * F.silu(z)
+    return _gated(out, z)
 
 
 def selective_scan_fn(
@@ -149,7 +147,11 @@ def selective_scan_fn(
     where = _where("selective_scan_fn", u.shape[-1], (group, layout, length), {}, others)
     x, dt, B, C = (each.transpose(1, 2) for each in (u, delta, B, C))
     out = state_space(x, step_sizes(dt, delta_bias, delta_softplus), A, B, C, D=D, **where).transpose(1, 2)
-    return out if z is None else out * F.silu(z)
+    return _gated(out, z)
+
+
+def _gated(out: Tensor, z: Tensor | None) -> Tensor:
+    return out if z is None else (wide(out) * F.silu(wide(z))).to(out.dtype)
 
 
 def step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
@@ -165,7 +167,7 @@ def _where(
     group, layout, length = where
     ring, given = ring_of(group), {key: x for key, x in documents.items() if x is not None}
     ranks = ranks_of(ring)
-    layout = layout if ranks > 1 else "contiguous"  # one rank has one run, which is never padded
+    layout = layout if ranks > 1 else "contiguous"  # one rank has one run
     with same_error(ring):
         for key, x in others.items():
             if x is not None and x is not False:
@@ -176,6 +178,11 @@ def _where(
         extents = None
         if given:
             total = ranks * local if length is None else length
+            if "ids" in given and given["ids"].shape[1] != total:
+                raise ValueError(
+                    f"functional.{name}: seq_idx must have the {total} tokens of the row, got {given['ids'].shape[1]}"
+                )
             extents = document_extents(**given, **({} if "ids" in given else {"length": total}))
+            extents = F.pad(extents, (0, 0, 0, ranks * local - total))
             extents = to_layout(extents, layout, ranks).chunk(ranks, 1)[rank_in(ring)]
     return {"group": group, "layout": layout, "length": length, "extents": extents}

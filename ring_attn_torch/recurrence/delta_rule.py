@@ -71,7 +71,7 @@ def gated_delta_rule(
 
     def check(_: object) -> None:
         if backend == "fla":
-            check_fla(v, g, extents is not None)
+            check_fla(k, v, g, extents is not None)
         check_delta_rule(shapes, "auto" if backend == "fla" else backend)
 
     how = (*shapes.items(), scale, normalize, backend)

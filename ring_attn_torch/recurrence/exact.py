@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ring.carry import exact_products
+from ..ring.derivatives import one_derivative
 
 
 def exactly(function: Callable[..., Any], *inputs: Tensor) -> Any:
@@ -26,6 +27,7 @@ class _Exact(torch.autograd.Function):
             return function(*inputs)
 
     @staticmethod
+    @one_derivative
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         needed = zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
         leaves = [x.detach().requires_grad_(is_needed) for x, is_needed in needed]

@@ -22,7 +22,7 @@ WIDEST = 256
 """The largest K of their kernels."""
 
 
-def check_fla(v: Tensor, g: Tensor, documents: bool) -> None:
+def check_fla(k: Tensor, v: Tensor, g: Tensor, documents: bool) -> None:
     """Raise ValueError if the kernels are missing or cannot compute a call."""
     why = None
     if find_spec("fla") is None:
@@ -31,8 +31,8 @@ def check_fla(v: Tensor, g: Tensor, documents: bool) -> None:
         why = f"v is on the device {v.device.type}, and the kernels run on GPUs"
     elif v.dtype == torch.float64:
         why = "the kernels compute float32 and 16 bits, and v is float64"
-    elif g.ndim == 4 and g.shape[-1] > WIDEST:
-        why = f"the kernels have up to {WIDEST} features a head, got {g.shape[-1]}"
+    elif k.shape[-1] > WIDEST:
+        why = f"the kernels have up to {WIDEST} features a head, got {k.shape[-1]}"
     elif g.ndim == 4 and documents:
         why = "with a decay for each channel the kernels know no packed documents without values on the host"
     if why:

@@ -153,7 +153,7 @@ def _scan_chunk(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, new: Tensor, A: Ten
         a, b = a * a_before, a * b_before + b
         span *= 2
     states = a * state[:, None] + b
-    return torch.einsum("btdn,btn->btd", states, C), states[:, -1]
+    return torch.einsum("btdn,btn->btd", states, C), states[:, -1].clone()  # a view would keep all states
 
 
 def _one_document(x: Tensor) -> Tensor:

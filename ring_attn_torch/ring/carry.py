@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ring_attn_core.plan.run_order import RunOrder, splits_heads
 
+from .derivatives import one_derivative
 from .groups import group_of, rank_in, ranks_of
 from .halo import all_gather, take
 
@@ -53,6 +54,7 @@ class _Fold(torch.autograd.Function):
         return _collect(states, ring, split, b.shape[2])
 
     @staticmethod
+    @one_derivative
     def backward(ctx: Any, dstates: Tensor) -> tuple[Tensor | None, ...]:
         ga, before = ctx.saved_tensors
         order, name, matrix, split, a_shape, b_shape = ctx.kept

@@ -13,8 +13,7 @@ in the logits' dtype. Logits and softmax are computed in at least float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attn_core.model.chunks import even_chunk
+
+from ..ring.derivatives import one_derivative
 
 
 class Labels(NamedTuple):
@@ -52,8 +53,8 @@ Sums = tuple[Tensor, Tensor | None]
 
 
 def order_free_sum(x: Tensor) -> Tensor:
-    """Return the sum of ``x`` [n], the same bits for any order of its numbers and any count of zeros among them: pairs are added,
-    and pairs of pairs, the largest numbers first."""
+    """Return the sum of ``x`` [n], the same bits for any order of its numbers and any count of zeros among them.
+    Pairs are added, and pairs of pairs, the largest numbers first."""
     x = x.sort().values
     x = x[x.abs().argsort(stable=True, descending=True)]
     while len(x) > 1:
@@ -83,36 +84,6 @@ def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Sums:
             links = hidden[:0].clone(), head[:0].clone()
             return _SumOfHidden.apply(hidden, head, *labels, *links)  # type: ignore[return-value]
         return _of_hidden(hidden, head, labels, (False, False))[:2]
-
-
-def one_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Make a second derivative of an autograd Function with this backward raise RuntimeError. PyTorch's ``once_differentiable``
-    raises only if an incoming gradient requires one; otherwise a gradient penalty silently has no effect."""
-
-    @wraps(backward)
-    def checked(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        with torch.no_grad():
-            gradients = backward(ctx, *cotangents)
-        if not torch.is_grad_enabled():  # no create_graph=True
-            return gradients
-        inputs = [x for x in (*ctx.saved_tensors, *cotangents) if x is not None and x.requires_grad]
-        return tuple(None if x is None else _Last.apply(x, *inputs) for x in gradients)
-
-    return checked
-
-
-class _Last(torch.autograd.Function):
-    """The identity on a gradient ``x``, recorded as a function of ``x`` and ``inputs``, whose backward raises RuntimeError."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *inputs: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Tensor:
-        raise RuntimeError(
-            "loss and token_log_probs have no second derivative: call backward or torch.autograd.grad without create_graph=True"
-        )
 
 
 class _SumOfLogits(torch.autograd.Function):

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ring_attn_core.model.chunks import check_dtypes, check_loss, check_temperature
 
-from .cross_entropy import Labels, _plus_product, _product, one_derivative, strange_labels
+from ..ring.derivatives import one_derivative
+from .cross_entropy import Labels, _plus_product, _product, strange_labels
 from .loss import _check
 
 
