@@ -1,4 +1,4 @@
-"""Compile the kernels that a wheel ships into ``ring_attn_core/kernels/shipped``, without line numbers, 3/4 of a binary:
+"""Compile the kernels that a wheel ships into ``ring_attn_core/kernels/shipped``, without line numbers, 3/4 of a binary.
 
     TRITON_DISABLE_LINE_INFO=1 python -m ring_attn_cli.compile.ship
 
