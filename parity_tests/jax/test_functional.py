@@ -113,7 +113,7 @@ def arrays(batch: int = 2, dtype: str = "float32") -> list[jax.Array]:
 
 def alone(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> Any:
     """Compute attention on one device by one program, where JAX would compile each operation."""
-    return jax.jit(partial(functional.dot_product_attention, axis_name=None, **options))(q, k, v)
+    return jax.jit(partial(functional.dot_product_attention, **{"axis_name": None, **options}))(q, k, v)
 
 
 @pytest.mark.slow
