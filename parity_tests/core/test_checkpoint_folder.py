@@ -71,6 +71,17 @@ def test_the_newest_checkpoint_is_that_of_the_greatest_step_and_not_of_the_last_
     assert checkpoints.steps() == [10]
 
 
+def test_a_checkpoint_or_a_file_in_place_of_the_folder_of_checkpoints_is_refused(tmp_path: Path):
+    where = saved(folder(tmp_path), 1)
+    (tmp_path / "file").touch()
+    messages = {where: rf"is a checkpoint: pass the folder that holds it, {tmp_path}$", tmp_path / "file": "is a file"}
+    for path, message in messages.items():
+        for call in (folder(path).steps, lambda path=path: folder(path).begin(2)):
+            with pytest.raises(ValueError, match=message):
+                call()
+    assert not (where / ".lock").exists()
+
+
 def test_a_rename_of_a_folder_that_a_kill_cuts_short_leaves_nothing_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checkpoint_folder, "LAG", 0.1)
     checkpoints = folder(tmp_path)

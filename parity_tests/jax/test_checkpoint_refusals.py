@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ pytest.importorskip("orbax.checkpoint")
 
 from ring_attn_core.model import checkpoint_folder  # noqa: E402
 from ring_attn_jax import Checkpoints  # noqa: E402
+from ring_attn_jax.training.checkpoint_files import CheckpointFiles  # noqa: E402
 
 from ..support.selection import first  # noqa: E402
 from .test_checkpoint import arrays, assert_equal, made, run, train_step  # noqa: E402
@@ -70,6 +72,20 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path):
             checkpoints.wait()
     assert checkpoints.steps() == [2]
     checkpoints.close()
+
+
+def test_a_save_that_cannot_begin_waits_for_the_writes_that_it_has_started(tmp_path, monkeypatch):
+    """Else they would fill the folder while the next save deletes it."""
+    waited = []
+
+    def begin(files: CheckpointFiles, *_: Any) -> None:
+        files._writes = [SimpleNamespace(result=lambda: waited.append(1))]
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(CheckpointFiles, "begin", begin)
+    with pytest.raises(OSError, match=r"of step 1 could not be saved, .*: No space left"):
+        Checkpoints(tmp_path).save(1, *made())
+    assert waited == [1]
 
 
 class Two(nnx.Module):

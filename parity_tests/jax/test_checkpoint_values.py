@@ -108,6 +108,20 @@ def test_a_complex_number_comes_back(tmp_path):
     assert other.x.get_value() == 1j
 
 
+def test_arrays_of_size_0_and_weakly_typed_numbers_come_back_on_their_mesh(tmp_path):
+    everywhere = jax.NamedSharding(jax.make_mesh((2,), ("data",)), jax.P())
+    holder = lambda x: Holder(
+        number=nnx.Variable(jax.device_put(jnp.asarray(x), everywhere)),
+        empty=nnx.Variable(jax.device_put(jnp.zeros((0, 3)), everywhere)),
+        w=nnx.Param(jax.device_put(jnp.full(2, x, jnp.float32), everywhere)),
+    )
+    one, other = holder(0.1), holder(0.2)
+    assert one.number.get_value().weak_type
+    resumed(tmp_path, (one,), (other,))
+    assert_same((one,), (other,))
+    assert {len(x.devices()) for x in jax.tree.leaves(nnx.state(other))} == {2}
+
+
 def test_a_save_works_inside_an_event_loop(tmp_path):
     """As in a notebook, whose cells run inside one."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import ring_attn_torch.transformers as hf
 
-from .hugging_face import VOCAB, make
+from .hugging_face import VOCAB, in_float64, make
 
 TOKENS, ROWS = 37, 30
 ON_CPUS: Any = {
@@ -79,6 +79,7 @@ class Run(NamedTuple):
     own_mean: bool = False
     streamed: bool = False
     before: str = ""
+    dtype: str = "float32"
 
 
 @contextmanager
@@ -155,7 +156,7 @@ def metrics(prediction: Any) -> dict[str, float]:
 
 
 def model_of(run: Run) -> Any:
-    model = make(run.model, "float32", "sdpa")
+    model = make(run.model, run.dtype, "sdpa")
     if run.own_mean:
         model.accepts_loss_kwargs = False
     if not run.lora:
@@ -208,7 +209,8 @@ def trained(run: Run, group: Any = None, kind: type[Trainer] | None = None) -> R
             **others,
         )
         trainer.pop_callback(next(c for c in trainer.callback_handler.callbacks if type(c).__name__ == "PrinterCallback"))
-        return _result(run, trainer)
+        with in_float64() if run.dtype == "float64" else nullcontext():
+            return _result(run, trainer)
 
 
 def _result(run: Run, trainer: Trainer) -> Result:
@@ -246,8 +248,8 @@ def logged(trainer: Any) -> list[dict[str, float]]:
     return [{name: float(entry[name]) for name in ("loss", "grad_norm")} for entry in entries]
 
 
-def tuned_by_trl(group: Any, folder: str) -> Result:
-    """Ten steps of trl's SFTTrainer, which packs documents of 5 to 18 tokens; on a ring of ``group``'s ranks if there is one."""
+def tuned_by_trl(group: Any, folder: str, steps: int = 10, evaluated: bool = False) -> Result:
+    """Train with trl's SFTTrainer on packed documents, on a ring if there is a ``group``. ``evaluated``: evaluate before."""
     from datasets import Dataset as Table  # type: ignore[import-not-found]
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -265,7 +267,7 @@ def tuned_by_trl(group: Any, folder: str) -> Result:
     with launched(*(0, 1) if group is None else (group.rank(), group.size())):
         arguments = SFTConfig(
             output_dir=folder,
-            max_steps=10,
+            max_steps=steps,
             per_device_train_batch_size=2,
             per_device_eval_batch_size=2,
             gradient_accumulation_steps=2,
@@ -286,6 +288,8 @@ def tuned_by_trl(group: Any, folder: str) -> Result:
             processing_class=tokenizer,
             callbacks=[Gradients()],
         )
+        if evaluated:
+            trainer.evaluate()
         trainer.train()
         measured = {"eval_loss": trainer.evaluate()["eval_loss"]}
         return Result(weights_of(trainer), logged(trainer), measured, None, None, gradients=gradients_of(trainer))

@@ -14,6 +14,7 @@ pytest.importorskip("transformers", minversion="5.20", reason="RingTrainer needs
 pytest.importorskip("accelerate")
 
 import torch
+from safetensors.numpy import load_file
 
 import ring_attn_torch.transformers as hf
 from ring_attn_torch.transformers.attention import ACCELERATE_HOOK
@@ -56,6 +57,20 @@ def test_predictions_and_another_trainers_evaluation_before_train_change_no_step
     for results in four(4, all_trained, [*runs, runs[1]._replace(ring=2, rows=1)]):
         for got in results:
             near(got, one)
+
+
+def test_the_best_checkpoint_is_loaded_at_the_end_on_every_rank(four: Any, tmp_path: Path):
+    """The best of three is the first: the greatest loss wins."""
+    every = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    settings = tuple({**every, "load_best_model_at_end": True, "greater_is_better": True}.items())
+    run = Run(3, str(tmp_path / "one"), dtype="float64", settings=settings)
+    best = trained(run).weights
+    last = trained(run._replace(settings=())).weights
+    assert apart(best, last) > 1e-3
+    for (got,) in four(4, all_trained, [run._replace(folder=str(tmp_path / "rings"), ring=2, rows=1)]):
+        assert apart(got.weights, best) < 1e-11
+        saved = load_file(tmp_path / "rings" / "checkpoint-1" / "model.safetensors")
+        assert {name: x for name, x in got.weights.items() if not np.array_equal(saved[name], x)} == {}
 
 
 def unsummed(group: Any) -> str:
@@ -153,31 +168,13 @@ def test_rows_that_come_as_a_stream_go_to_every_rank_of_a_ring(four: Any, tmp_pa
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # trl's own, which sets it by default
-def test_trls_sft_trainer_trains_on_packed_documents_as_on_one_process(four: Any, tmp_path: Path):
+@pytest.mark.parametrize(("steps", "evaluated"), [(10, False), (2, True)], ids=["", "evaluated before"])
+def test_trls_sft_trainer_trains_on_packed_documents_as_on_one_process(four: Any, tmp_path: Path, steps: int, evaluated: bool):
     pytest.importorskip("trl")
-    one = tuned_by_trl(None, str(tmp_path / "one"))
-    for got in four(4, tuned_by_trl, str(tmp_path / "four")):
+    one = tuned_by_trl(None, str(tmp_path / "one"), steps)
+    for got in four(4, tuned_by_trl, str(tmp_path / "four"), steps, evaluated):
         near(got, one)
         assert abs(got.metrics["eval_loss"] - one.metrics["eval_loss"]) < NEAR
-
-
-@pytest.mark.exhaustive
-def test_a_model_trained_with_lora_is_saved_and_comes_back(four: Any, tmp_path: Path):
-    pytest.importorskip("peft")
-    one = trained(Run(4, str(tmp_path / "one"), lora=True))
-    saving = (("save_strategy", "steps"), ("save_steps", 4))
-    for (got,) in four(4, all_trained, [Run(4, str(tmp_path / "four"), lora=True, settings=saving)]):
-        near(got, one)
-    back = saved_adapter(str(tmp_path / "four" / "checkpoint-4"))
-    assert {name: x for name, x in got.weights.items() if not np.array_equal(back[name], x)} == {}
-
-
-def saved_adapter(folder: str) -> dict[str, np.ndarray]:
-    from peft import PeftModel  # type: ignore[import-not-found]
-
-    model: Any = PeftModel.from_pretrained(make("llama", "float32"), folder, is_trainable=True)
-    assert model.get_base_model().config._attn_implementation == "eager"
-    return {name: p.detach().numpy() for name, p in model.named_parameters() if p.requires_grad}
 
 
 @pytest.mark.exhaustive

@@ -48,6 +48,7 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Return the steps that have a complete checkpoint, in ascending order."""
+        self._check_path()
         return sorted(step for step, path in self._named() if self._is_complete(path))
 
     def holds(self, step: int | None) -> bool:
@@ -56,8 +57,8 @@ class CheckpointFolder:
 
     def begin(self, step: int) -> Path:
         """Lock the folder, delete incomplete folders that killed runs left, and return a new empty folder for a checkpoint."""
-        if not self.path.is_dir():
-            self.path.mkdir(parents=True)
+        self._check_path()
+        self.path.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
             self._lock = locked(self.path)
         self._lock.check()
@@ -113,6 +114,13 @@ class CheckpointFolder:
         if self._lock is not None:
             self._lock.forget()
             self._lock = None
+
+    def _check_path(self) -> None:
+        """Raise ValueError if the folder is a file, or itself a checkpoint."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{self.path} is a file: checkpoints are saved in a folder")
+        if self.path.name.startswith(self._name.partition("{")[0]) and self._is_complete(self.path):
+            raise ValueError(f"{self.path} is a checkpoint: pass the folder that holds it, {self.path.parent}")
 
     def _named(self) -> list[tuple[int, Path]]:
         """Return the paths named like checkpoints, complete or not, each with its step."""
