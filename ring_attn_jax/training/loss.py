@@ -63,8 +63,8 @@ def loss(
     ``reduction="sum"`` returns the sum without the division. For gradient accumulation, divide this sum by the label count of all
     microbatches (:func:`count_labels`), or by the sum of all weights; a mean of microbatch means is not the mean over all labels.
 
-    ``order="global"``: the loss, and the gradient of each token's logits, have the same bits on any number of ranks and in any
-    layout, if the logits have. The gradient of the head is a matrix product, which does not.
+    ``order="global"``: the loss has the same bits on any number of ranks and in any layout, if the logits have. Gradients have
+    not: XLA may round exponentials in shards of another shape otherwise.
 
     Inside ``jax.shard_map`` (with its default check_vma=True) each rank gets the gradients of replicated weights that one device
     would compute from all tokens. Under check_vma=False, with more than one rank, the loss is right but not differentiable: JAX
