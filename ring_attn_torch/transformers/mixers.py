@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dis
 import inspect
-import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -58,7 +57,8 @@ def functions_of(kind: type[nn.Module]) -> frozenset[str]:
 def beside_mixers(kind: Any) -> bool:
     """Return True if the modeling module of a model's class has one of ``FUNCTIONS``."""
     known = not older_release() and isinstance(kind, type)
-    return known and not FUNCTIONS.keys().isdisjoint(vars(sys.modules[kind.__module__]))
+    # The module of the forward: FSDP2 makes a class of its own of kind.
+    return known and not FUNCTIONS.keys().isdisjoint(inspect.unwrap(kind.forward).__globals__)
 
 
 def older_release() -> str:

@@ -1,0 +1,97 @@
+"""Hybrid models of transformers train over a ring under FSDP2, with LoRA and by RingTrainer as on one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", minversion="5.20", reason="RingTrainer needs it")
+pytest.importorskip("accelerate")
+
+import torch
+from torch.nn import functional as F
+
+import ring_attn_torch.transformers as hf
+from ring_attn_core.reference.tolerance import relative_error
+from ring_attn_torch import sum_gradients
+
+from . import hugging_face_training
+from .hugging_face import in_float64
+from .hugging_face_training import Result, Run, trained
+from .test_transformers_hybrids import GRADIENT, Case, batch, compare, make
+from .test_transformers_training import near
+
+pytestmark = pytest.mark.slow
+
+
+def test_fsdp2_gets_the_gradients_of_each_document_alone(four: Any):
+    for got in four(4, under_fsdp):
+        compare(got, Case("qwen3_5", "packed"))
+
+
+def under_fsdp(group: Any) -> dict[str, np.ndarray]:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_grad_enabled(True)
+    mesh, model = DeviceMesh.from_group(group, "cpu"), make("qwen3_5")
+    model.gradient_checkpointing_enable()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with in_float64(), hf.sequence_parallel(model, group):
+        loss = model(**batch("packed")).loss
+        loss.backward()
+    sum_gradients(model, group)
+    return {"loss": loss.detach().numpy()} | {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
+
+
+@pytest.mark.exhaustive
+def test_lora_of_linear_layers_gets_the_gradients_of_one_process(four: Any):
+    pytest.importorskip("peft")
+    want = adapted(None)
+    assert any("mamba" in name for name in want)
+    for got in four(4, adapted):
+        assert got.keys() == want.keys()
+        assert max(relative_error(got[name], want[name]) for name in want) < GRADIENT
+
+
+def adapted(group: Any) -> dict[str, np.ndarray]:
+    from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
+
+    torch.set_grad_enabled(True)
+    config = LoraConfig(r=2, target_modules=["in_proj", "q_proj"])
+    model = get_peft_model(make("bamba"), config, autocast_adapter_dtype=False).double()
+    generator, given = torch.Generator().manual_seed(1), batch("plain")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora" in name:
+                p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.2)
+    with in_float64():
+        if group is None:
+            labels = F.pad(given.pop("labels")[:, 1:], (0, 1), value=-100)
+            logits = model(**given, use_cache=False).logits
+            F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        else:
+            with hf.sequence_parallel(model, group):
+                model(**given).loss.backward()
+            sum_gradients(model, group)
+    return {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("steps", [4, pytest.param(50, marks=pytest.mark.full)])
+def test_ring_trainer_trains_on_packed_documents_as_on_one_rank(four: Any, tmp_path: Path, steps: int):
+    one = hybrid_trained(None, steps, str(tmp_path / "one"))
+    for got in four(4, hybrid_trained, steps, str(tmp_path / "four")):
+        near(got, one)
+
+
+def hybrid_trained(group: Any, steps: int, folder: str) -> Result:
+    """Train in float64: of one document in float32 a decay's gradient has three digits."""
+    with in_float64(), patch.object(hugging_face_training, "make", lambda name, *_: make(name)):
+        return trained(Run(steps, folder, model="qwen3_5"), group, hf.RingTrainer)
