@@ -41,7 +41,7 @@ env: $(STAMP) ## only the environment
 demo: $(STAMP) ## the demo, in this terminal (ARGS=--quick for a short one)
 	@$(BIN)/ring-attn demo $(ARGS)
 
-test: $(STAMP) ## the tests, some 30 minutes on 2 cores, fewer the second time
+test: $(STAMP) ## the tests, some 20 minutes on 2 cores, fewer the second time
 	@$(BIN)/python -m pytest parity_tests -m "not exhaustive" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-all: $(STAMP) ## every test, those of many or long cases too, an hour (ARGS=--full for the whole grid)
