@@ -58,7 +58,7 @@ def test_a_sequence_of_whole_tiles_on_one_rank_is_computed_as_it_is():
 def launches(ranks: int, layout: str, backend: str, dim: int) -> list[Launch]:
     q, kv = ((1, 8192 // ranks, heads, dim) for heads in (32, 8))
     options = Options(layout=layout, order="global", backend=backend)
-    problem = Problem(q, kv, kv, ("bfloat16",) * 3, "cuda", ranks, options, capability=90, framework="torch")
+    problem = Problem(q, kv, kv, ("bfloat16",) * 3, "cuda", ranks, options, capability=90, framework="torch")  # type: ignore
     call = call_of(problem, backend)
     return [*steps.of_forward(call, 1), *steps.of_backward(call, 1)]
 

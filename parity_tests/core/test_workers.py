@@ -155,7 +155,7 @@ def test_a_shipped_kernel_of_hopper_has_the_parameters_of_the_compiled_one(monke
     described = [parameters(launch, kernel) for kernel in (found, made)]
     assert [x.values for x in described] == [described[1].values] * 2
     of_maps = [isinstance(value, bytes) for value in described[1].values]
-    assert layout(found.asm["ptx"], of_maps)[1] == layout(made.asm["ptx"], of_maps)[1]
+    assert layout(found.asm["ptx"], of_maps)[1] == layout(made.asm["ptx"], of_maps)[1]  # type: ignore
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(1, "contiguous"), (3, "zigzag"), (8, "zigzag"), (8, "balanced")])

@@ -26,7 +26,7 @@ DEFAULTS: dict[str, Any] = {name: PARAMETERS[name].default for name in PARAMETER
 
 
 def settings(folder: object = "data", **changed: Any) -> DatasetSettings:
-    return DatasetSettings(folder=folder, **{**DEFAULTS, **changed})
+    return DatasetSettings(folder=folder, **{**DEFAULTS, **changed})  # type: ignore
 
 
 def batches(folder: Path, **changed: Any) -> Batches:

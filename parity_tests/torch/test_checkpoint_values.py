@@ -47,7 +47,7 @@ def test_buffers_that_join_alike_are_refused(tmp_path):
 
 def test_a_transformer_inside_a_module_is_compared_by_its_config(tmp_path):
     sizes = {"vocab": 7, "dim": 8, "depth": 2, "heads": 2}
-    made = lambda windows: nn.ModuleDict({"inner": RingTransformer(**sizes, windows=windows)})
+    made = lambda windows: nn.ModuleDict({"inner": RingTransformer(**sizes, windows=windows)})  # type: ignore
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, made((3, None)))
     with pytest.raises(ValueError, match=r"is of another model: windows is \[3, None\] there and None here"):

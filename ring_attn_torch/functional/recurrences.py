@@ -182,7 +182,7 @@ def _where(
                 raise ValueError(
                     f"functional.{name}: seq_idx must have the {total} tokens of the row, got {given['ids'].shape[1]}"
                 )
-            extents = document_extents(**given, **({} if "ids" in given else {"length": total}))
+            extents = document_extents(**given, **({} if "ids" in given else {"length": total}))  # type: ignore
             extents = F.pad(extents, (0, 0, 0, ranks * local - total))
             extents = to_layout(extents, layout, ranks).chunk(ranks, 1)[rank_in(ring)]
     return {"group": group, "layout": layout, "length": length, "extents": extents}

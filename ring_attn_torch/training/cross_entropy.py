@@ -134,7 +134,7 @@ class _SumOfHidden(torch.autograd.Function):
     @staticmethod
     @one_derivative
     def backward(ctx: Any, dtotal: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        dhidden, dhead, *_ = ctx.saved_tensors
+        dhidden, dhead, *_ = ctx.saved_tensors  # type: ignore
         dhidden = None if dhidden is None else dhidden * dtotal
         dhead = None if dhead is None else (dhead * dtotal).to(ctx.dtype)
         return dhidden, dhead, *[None] * 7
