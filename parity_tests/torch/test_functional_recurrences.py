@@ -100,3 +100,8 @@ def test_a_second_derivative_is_refused():
     (dq,) = torch.autograd.grad(gated_delta_rule(q, k, v, g, beta, layout="contiguous").square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="derivative"):
         dq.square().sum().backward()
+
+
+def test_kda_without_a_decay_a_channel_is_refused():
+    with pytest.raises(ValueError, match="got 3 dimensions: use chunk_gated_delta_rule"):
+        functional.chunk_kda(*make("gdn", False).arrays)
