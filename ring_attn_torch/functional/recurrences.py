@@ -90,7 +90,7 @@ def chunk_kda(
     """Compute ``fla.ops.kda.chunk_kda`` over a ring: :func:`chunk_gated_delta_rule`, with g ``[batch, s, heads, K]``."""
     others = {name: x for name, x in others.items() if name not in ("cu_seqlens_cpu", "disable_recompute")}
     if g.ndim != 4:
-        raise ValueError(f"functional.chunk_kda takes g [batch, s, heads, K], got {g.ndim} dimensions: use chunk_gated_delta_rule")
+        raise ValueError(f"functional.chunk_kda takes g [batch, s, heads, K], got {g.ndim} axes: use chunk_gated_delta_rule")
     where = _where("chunk_kda", q.shape[1], (group, layout, length), {"cu_seqlens": cu_seqlens}, others)
     return gated_delta_rule(q, k, v, g, beta, scale=scale, normalize=use_qk_l2norm_in_kernel, **where), None
 
