@@ -103,5 +103,6 @@ def test_a_second_derivative_is_refused():
 
 
 def test_kda_without_a_decay_a_channel_is_refused():
+    q, k, v, g, beta = make("gdn", False).arrays
     with pytest.raises(ValueError, match="got 3 axes: use chunk_gated_delta_rule"):
-        functional.chunk_kda(*make("gdn", False).arrays)
+        functional.chunk_kda(q, k, v, g, beta)
