@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ring_attn_jax import RingTransformer, TracedLayout, loss, sharded_ring_attention
+from ring_attn_core import causal
+from ring_attn_jax import RingTransformer, TracedLayout, attention_fn, loss, sharded_ring_attention
 
 from ..support.losses import exact_loss
 from ..support.models import layer_data
@@ -75,6 +76,12 @@ def test_sharded_attention_has_the_bits_of_one_device():
     for pair in results[1:]:
         for got, expected in zip(pair, results[0], strict=True):
             np.testing.assert_array_equal(got, expected)
+
+
+def test_attention_in_flax_has_the_bits_of_one_device():
+    q, k = (jax.random.normal(jax.random.key(i), (2, 23, 4, 8)) for i in range(2))
+    one, three = (attention_fn(mesh=mesh_of(ranks), mask=causal(), order="global")(q, k, k) for ranks in (1, 3))
+    np.testing.assert_array_equal(one, three)
 
 
 def test_a_traced_layout_is_refused():

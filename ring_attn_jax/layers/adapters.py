@@ -33,6 +33,7 @@ def attention_fn(
     mask: Band = full(),
     softcap: float | None = None,
     strategy: str = "auto",
+    order: str = "ring",
     backend: str = "auto",
     deterministic: bool = False,
 ) -> Callable[..., jax.Array]:
@@ -64,8 +65,9 @@ def attention_fn(
 
     Raise ValueError if an argument is refused, the mesh lacks an axis, or sharded_ring_attention raises.
     """
-    options = Options(layout=layout, mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic)
-    return RingAttentionFunction(ShardedAxes.of(mesh, axis_name, batch_axes, head_axis), options)
+    where = ShardedAxes.of(mesh, axis_name, batch_axes, head_axis)
+    same = {"strategy": strategy, "order": order, "backend": backend, "deterministic": deterministic}
+    return RingAttentionFunction(where, Options(layout=layout, mask=mask, softcap=softcap, **same))
 
 
 Triple = tuple[jax.Array, jax.Array, jax.Array]

@@ -49,10 +49,10 @@ class RingTraining(Base):
 
     Put it before the Trainer, as in ``class Mine(RingTraining, SFTTrainer): pass``.
 
-    The arguments are the Trainer's, and ``group``, ``layout``, ``loss_chunk`` and ``strategy`` of :func:`sequence_parallel`.
-    Without ``group`` the ring is the cp axis of ``TrainingArguments(parallelism_config=...)``. Without a cp axis, it is the ring
-    of ``enable``, else all ranks. If a ring has only some of the ranks, they must be consecutive, and all rings equally large.
-    Each ring then gets its own rows, like a data parallel rank.
+    The arguments are the Trainer's, and ``group``, ``layout``, ``loss_chunk``, ``strategy`` and ``order`` of
+    :func:`sequence_parallel`. Without ``group`` the ring is the cp axis of ``TrainingArguments(parallelism_config=...)``. Without
+    a cp axis, it is the ring of ``enable``, else all ranks. If a ring has only some of the ranks, they must be consecutive, and
+    all rings equally large. Each ring then gets its own rows, like a data parallel rank.
 
     Datasets, samplers, workers, accumulation, clipping, logs, checkpoints and resuming are the Trainer's own. All ranks of a ring
     get the same rows, as many as the batch size per device. Losses, gradients and the gradient norm are those of a Trainer with
@@ -80,9 +80,10 @@ class RingTraining(Base):
         layout: str | None = None,
         loss_chunk: int | None = None,
         strategy: Strategy | None = None,
+        order: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self._ring_settings, self._loss_chunk = (group, layout, strategy), loss_chunk
+        self._ring_settings, self._loss_chunk = (group, layout, strategy, order), loss_chunk
         self._inside = self._in_loss = False
         super().__init__(*args, **kwargs)
         check_trainer(self)
@@ -103,10 +104,10 @@ class RingTraining(Base):
         if self.args.ddp_find_unused_parameters is None and hugging_face_model(self.model).config.model_type in DENSE:
             self.args.ddp_find_unused_parameters = False  # with True, DDP warns that all parameters are used
         super().create_accelerator_and_postprocess()
-        accelerator, (group, layout, strategy) = self.accelerator, self._ring_settings
+        accelerator, (group, *settings) = self.accelerator, self._ring_settings
         config = accelerator.parallelism_config
         axis = accelerator.torch_device_mesh["cp"] if config is not None and config.cp_enabled else None
-        self.ring = ring_of_model(self.model, axis if group is None else group, layout, strategy)
+        self.ring = ring_of_model(self.model, axis if group is None else group, *settings)
         check_group(self.ring, config)
         if axis is not None:
             accelerator._prepare_cp = lambda *prepared: prepared  # else it would add its own context parallelism
