@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_torch import KVCache, RingTransformer, loss, prefill_prompts, ring_attention
 
+from ..support import warm
 from ..support.cases import Case
 from ..support.losses import exact_loss
 from ..support.models import layer_data
@@ -27,6 +29,7 @@ from ..support.orders import (
     loss_data,
     selections,
 )
+from ..support.programs import environment
 from ..support.selection import one_in
 from ..support.spawn import PerRank
 from .models import layer_on_rank
@@ -120,6 +123,13 @@ def test_a_loss_has_the_same_bits_on_1_2_and_4_ranks(gloo, weighted):
     zeros = np.eye(logits.shape[-1])
     truth = exact_loss(logits, zeros, labels, weights=weights if weighted else None)["loss"]
     assert abs(results[0][0].pop() / truth - 1) < 1e-6
+
+
+@pytest.mark.exhaustive
+def test_the_loss_gradients_and_weights_of_a_model_have_the_same_bits_on_1_2_and_4_ranks(tmp_path):
+    program = [str(Path(__file__).parents[2] / "examples" / "torch_same_bits.py")]
+    one, *others = (warm.run(program, "torch", tmp_path, environment(), processes=ranks) for ranks in (1, 2, 4))
+    assert one.count("step") == 3 and others == [one, one]
 
 
 def test_a_loss_of_hidden_states_in_global_order_is_exact():
