@@ -84,7 +84,7 @@ def dies(rank: int, call: Callable[[], None], say: Callable[..., None], draw: fl
         passes.append(this)
         return this
 
-    targets = [(transfer, "_started"), (transfer.Transfer, "wait"), (dist, "all_gather_into_tensor")]
+    targets = [(transfer.Transfer, "__init__"), (transfer.Transfer, "wait"), (dist, "all_gather_into_tensor")]
     targets += [(blockwise, name) for name in ("attend", "attend_backward")]
     for owner, name in targets:
         patch.object(owner, name, counted(getattr(owner, name))).start()

@@ -89,7 +89,7 @@ class Vendor(Blockwise):
         return out.transpose(1, 2), lse
 
     def _backward(self, scale: float, causal: bool, *arrays: Tensor) -> tuple[Tensor, ...]:
-        """Return dq, dk and dv [b n heads d] of a piece, given out [b n h e] and lse [b n h] over all keys."""
+        """Return dq, dk and dv [b n heads d] of a piece. out [b n h e], lse [b n h]: over all keys."""
         dout, q, out, lse, k, v = arrays
         sizes, lse = (q.shape[1], k.shape[1]), lse.transpose(1, 2).contiguous()
         if self.name == "flash4":
