@@ -17,7 +17,7 @@ from ring_attn_torch import ring_attention
 from ring_attn_torch.call import autograd, decide, prepare
 from ring_attn_torch.call.prepare import Arrays, problem_of
 from ring_attn_torch.ring import agreement
-from ring_attn_torch.ring.reach import Reach
+from ring_attn_torch.ring.peer_access import Reach
 
 from ..support.peers import mapped
 

@@ -35,7 +35,7 @@ from ..attend.score import Score
 from ..attend.vendor import Vendor
 from ..ring.agreement import ALONE, History, exchange, record_of, same_error, timeout
 from ..ring.groups import Group, capturing, rank_in
-from ..ring.reach import Reach, check_access, reach, shared
+from ..ring.peer_access import Reach, check_access, reach, shared
 from ..ring.step import Ring
 from .prepare import Arrays
 
@@ -123,9 +123,12 @@ def decide(problem: Problem, arrays: Arrays, group: Group, device: torch.device,
     intervals = arrays.extents is not None or arrays.key_extents is not None
     known: Decision | None = None if intervals or record.checked is not None else record.agreed.get(problem)
     if known is None:
-        return _compare(problem, arrays, group, device, ahead)
-    record.calls += 1
-    return _begun(known) if ahead and not known.ahead else known
+        known = _compare(problem, arrays, group, device, ahead)
+    else:
+        record.calls += 1
+    if ahead and not known.ahead:  # its equals had no backward
+        known = compile_call(known.problem, any_position=False, ahead=True)
+    return known
 
 
 def decided(problem: Problem, arrays: Arrays, group: Group) -> Decision:
@@ -143,7 +146,7 @@ def _compare(problem: Problem, arrays: Arrays, group: Group, device: torch.devic
         unread = _unread(arrays, asked, known, record)
         if known is not None and not unread and record.checked is None:
             record.calls += 1
-            return _begun(known) if ahead and not known.ahead else known
+            return known
         reaching = None if record is ALONE else problem.reaching
         within = asked if asked is not problem and (known is None or known.problem.within_documents) else None
         compiled = lambda each: compile_call(each, any_position=False, ahead=ahead)
@@ -170,11 +173,6 @@ def _compare(problem: Problem, arrays: Arrays, group: Group, device: torch.devic
     if unread and decision.problem.within_documents:
         add_newest(record.read, (asked, Unchanged(arrays.extents)), most=MAX_READ)
     return decision
-
-
-def _begun(decision: Decision) -> Decision:
-    """Begin to compile the backward of a call whose equals had none."""
-    return compile_call(decision.problem, any_position=False, ahead=True)
 
 
 def _asked(problem: Problem, arrays: Arrays, record: History) -> Problem:
@@ -208,7 +206,6 @@ def _read(arrays: Arrays, decision: Decision, rank: int) -> tuple[bool, list[tup
 
 
 def check_intervals(arrays: Arrays, plan: RingPlan, rank: int) -> None:
-    """Raise ValueError if an interval of a token of this rank is invalid."""
     if arrays.extents is not None:
         check_extents(arrays.extents.long(), plan.q_runs[rank], plan.kv_length)
     if arrays.key_extents is not None:

@@ -66,6 +66,8 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 def values_of(k: Tensor, v: Tensor | None, v_dim: int | None) -> tuple[Tensor, int | None]:
     """Return (v, None), or (the first ``v_dim`` columns of k, ``v_dim``) if v is None."""
+    if v is not None and v_dim is None:
+        return v, None
     v_dim = check_v_dim(v_dim, getattr(k, "shape", ()), None if v is None else getattr(v, "shape", ()))
     if v is None:
         v = k[..., :v_dim] if getattr(k, "shape", ()) else k
@@ -78,7 +80,6 @@ def differentiates(tensors: Iterable[Any]) -> bool:
 
 
 def refuse_transforms(tensors: Iterable[Any]) -> None:
-    """Raise NotImplementedError under torch.func.grad, or if a tensor has a forward-mode tangent, which an op would drop."""
     if torch.compiler.is_compiling():
         return
     if forward_ad._current_level >= 0 and any(
@@ -112,7 +113,6 @@ def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:
 
 
 def check_tensors(q: Any, k: Any, v: Any, arrays: Arrays, group_name: str = "") -> None:
-    """Raise ValueError if an argument does not fit the op's schema, or if the group cannot send it."""
     for label, x in zip(NAMES, (q, k, v, *arrays), strict=True):
         if x is None and label in Arrays._fields:
             continue
@@ -135,7 +135,6 @@ def check_tensors(q: Any, k: Any, v: Any, arrays: Arrays, group_name: str = "") 
 
 @constant
 def _devices(name: str) -> list[str]:
-    """Return the device types for which the group has a communication backend."""
     config = dist.get_backend_config(group_of(name))
     return [pair.split(":")[0] for pair in config.split(",")]
 

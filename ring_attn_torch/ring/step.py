@@ -59,7 +59,7 @@ class Step(Protocol):
 
     def settle(self, state: T) -> T:
         """Return ``state``. The next step must not begin before ``state`` is computed, which eager execution ensures."""
-        ...
+        return state
 
     def arrived(self) -> Tensor | None:
         """Return the gradients that came with ``keys``, summed over the ranks visited so far, or None. None came at the first

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,8 +83,12 @@ def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], rin
             try:
                 with together(LOADING, group) as alike:
                     held = kept.enter_context(opened_folder(folder, "pt", str(torch.get_default_device())))
-                    config = naming.config(held)
-                    empty = described(held, with_dtypes(config, *dtypes), naming, ring)
+                    config, named = naming.config(held), zip(("param_dtype", "compute_dtype"), dtypes, strict=True)
+                    own = replace(config, **{name: dtype_name(x) for name, x in named if x is not None})
+                    with torch.device("meta"):
+                        model = RingTransformer.from_config(own, **ring)
+                    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+                    files = sources(held, shapes, naming.renamed, naming.ignored(own))
                     alike.append(held.digest(config))
             except RankDifference as error:
                 if pause is None:
@@ -92,44 +96,21 @@ def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], rin
                 time.sleep(pause)
                 continue
             with together(LOADING, group):
-                model = filled(empty, held)
+                _fill(model, files, held)
                 held.check_unwritten()
             return model
     raise AssertionError("the last of the pauses is None")
 
 
-def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> TransformerConfig:
-    """Return the config with dtype ``kept`` for the weights and ``computed`` for the computation. None keeps the config's."""
-    dtypes = {"param_dtype": kept, "compute_dtype": computed}
-    return replace(config, **{name: dtype_name(x) for name, x in dtypes.items() if x is not None})
-
-
-class Empty(NamedTuple):
-    """A model on the meta device. ``files``: by file, a dict from each weight's name in the model to its name in the file."""
-
-    model: RingTransformer
-    files: dict[Path, dict[str, str]]
-
-
-def described(held: WeightFolder, config: TransformerConfig, naming: Naming, ring: dict[str, Any]) -> Empty:
-    """Return the model of ``config`` without weights, and the weights to read from each file of the open folder ``held``."""
-    with torch.device("meta"):
-        model = RingTransformer.from_config(config, **ring)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    return Empty(model, sources(held, shapes, naming.renamed, naming.ignored(config)))
-
-
-def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
-    """Load the weights from the open folder ``held`` into the model, one at a time, and return the model."""
-    model = empty.model
+def _fill(model: RingTransformer, files: dict[Path, dict[str, str]], held: WeightFolder) -> None:
+    """Load weights into a model on the meta device, one at a time. ``files``: by file, {name in the model: name in the file}."""
     kept = dict(model.named_parameters())
     state = {}
-    for file, names in empty.files.items():
+    for file, names in files.items():
         weights = held.files[file].weights
         for name, theirs in names.items():
             state[name] = weights.get_tensor(theirs).to(kept[name].dtype, copy=True)  # copied out of the mapped file
     model.load_state_dict(state, assign=True)
-    return model
 
 
 def save_folder(
@@ -139,8 +120,7 @@ def save_folder(
     renamed: Callable[[str], str],
     ring: Group,
 ) -> None:
-    """Save in ``folder`` the RingTransformer's weights, ``renamed``, and the other files, by name, that ``files(config)``
-    returns. Every rank of ``ring`` must call ``save_folder``; if one fails, all raise the same error."""
+    """Save the RingTransformer's weights, ``renamed``, and ``files(config)``. Every rank of ``ring`` must call it."""
     from safetensors.torch import save_file
 
     parameters: dict[str, nn.Parameter] = {}
@@ -183,7 +163,6 @@ def save_folder(
 
 
 def transformer_in(model: nn.Module) -> RingTransformer:
-    """Return the RingTransformer in ``model``, which may be wrapped. Raise ValueError if it contains none."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, RingTransformer):
             return module
