@@ -78,7 +78,8 @@ def attend_block(
     Raise ValueError if inputs do not fit. Differentiable once, in reverse mode.
     """
     rate = rate_of(dropout_rate, dropout_seed)
-    v, v_dim = values_of(k, v, v_dim)
+    if v is None or v_dim is not None:
+        v, v_dim = values_of(k, v, v_dim)
     v_dim = v_dim if backend == "auto" or not differentiates((q, k)) else None
     numbers: dict[str, Any] = {"scale": scale, "softcap": softcap, "dropout_rate": rate, "v_dim": v_dim}
     options = Options(layout="contiguous", mask=mask, backend=backend, **numbers)

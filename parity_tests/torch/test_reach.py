@@ -48,7 +48,7 @@ def attend(group: Any, ranks: list[Reach], strategy: str = "auto") -> tuple[list
     def spy(make: Any) -> Any:
         def spied(*call: Any, **how: Any) -> Any:
             decision = make(*call, **how)
-            taken.append(decision.strategy)
+            taken.append(decision.problem.strategy)
             return decision
 
         return spied
@@ -100,7 +100,7 @@ def captured(group: Any) -> tuple[str, str]:
         outside = decide.decide(problem, Arrays(), group, q.device)
         with patch.object(agreement, "capturing", lambda device: True):
             inside = decide.decide(problem, Arrays(), group, q.device)
-    return outside.strategy, inside.strategy
+    return outside.problem.strategy, inside.problem.strategy
 
 
 def test_on_cpus_the_reach_is_not_exchanged(gloo):

@@ -27,7 +27,7 @@ from ..ring import loop
 from ..ring.agreement import refuse
 from ..ring.groups import group_of, ranks_of
 from .decide import decide, decided
-from .prepare import Arrays, check_plain, check_tensors, problem_of, refuse_transforms
+from .prepare import Arrays, check_tensors, problem_of, refuse_transforms
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,10 +59,9 @@ def attention(
     tensors = [q, k, v, *[x for x in arrays if x is not None]]
     eager = eager_only(tensors)
     try:
-        if eager:
-            check_plain(tensors, arrays, group_name)
-        else:
+        if not eager:
             refuse_transforms(tensors)
+        if not eager or arrays.alibi_slopes is not None:  # of other plain tensors, problem_of and decide check each kind once
             check_tensors(q, k, v, arrays, group_name)
         if dropout is not None and options.dropout_rate:
             arrays = arrays._replace(dropout_seed=dropout_state(dropout, q.device))
@@ -86,11 +85,14 @@ def attention(
 
 def forward(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, call: OpCall, total: State | None = None, *, ahead: bool) -> State:
     """Decide with all ranks how to run the ring, and run it from the state ``total``. ``ahead``: see ``compile_call``."""
-    group = group_of(call.group)
-    problem = problem_of(q, k, v, arrays, ranks_of(group), call.options)
-    decision = decide(problem, arrays, group, q.device, ahead=ahead)
-    with no_autocast(problem.device):
-        keys, score, ring = decision.pack_keys(k, v, arrays), decision.score_with(arrays), decision.ring(group)
+    with no_autocast(q.device.type):
+        group = group_of(call.group)
+        try:
+            problem = problem_of(q, k, v, arrays, ranks_of(group), call.options)
+        except Exception as error:
+            refuse(error, group)
+        decision = decide(problem, arrays, group, q.device, ahead=ahead)
+        score, ring, keys = decision.score_with(arrays), decision.ring(group), decision.pack_keys(k, v, arrays)
         return loop.forward(q, keys, score, ring, decision.backend, total)
 
 

@@ -37,7 +37,7 @@ from ..ring.agreement import ALONE, History, exchange, record_of, same_error, ti
 from ..ring.groups import Group, capturing, rank_in
 from ..ring.peer_access import Reach, check_access, reach, shared
 from ..ring.step import Ring
-from .prepare import Arrays
+from .prepare import Arrays, check_served
 
 COPYING = ("cuda",)
 """The device types whose memory other ranks may copy."""
@@ -52,16 +52,12 @@ MAX_READ = 32
 @dataclass(frozen=True)
 class Decision:
     """A checked problem, and what runs it on all ranks of a ring. ``steps``: the plan by which the strategy moves keys,
-    such as ``plan`` or a plan over joined shards. ``any_position``: the caller chooses where runs begin, not the plan.
+    such as the problem's or a plan over joined shards. ``any_position``: the caller chooses where runs begin, not the plan.
     ``ahead``: the compilation of the backward has begun."""
 
     problem: Problem
-    plan: RingPlan
     steps: RingPlan
-    strategy: str
     backend: Backend
-    scale: float
-    values_in_keys: bool
     any_position: bool = False
     ahead: bool = False
 
@@ -69,24 +65,24 @@ class Decision:
     def backward(self) -> Decision:
         """Compile the backward, which reads v as an array of its own, and return the decision on it."""
         options = self.problem.options
-        if options.backend != "auto" and not self.values_in_keys:
+        if options.backend != "auto" and options.v_dim is None:
             return self
         return _decision(self.problem.ordinary, self.any_position, PASSES[1:] if options.backend == "auto" else PASSES)
 
     def pack_keys(self, k: Any, v: Any, arrays: Arrays) -> Keys:
         """Pack k, v, the key mask and the key extents into ``Keys``, the form in which they travel between ranks."""
-        two_arrays = self.backend.two_arrays and not self.steps.travels
-        return pack(k, None if self.values_in_keys else v, arrays.key_mask, arrays.key_extents, two_arrays=two_arrays)
+        two_arrays, v = self.backend.two_arrays and not self.steps.travels, v if self.problem.options.v_dim is None else None
+        return pack(k, v, arrays.key_mask, arrays.key_extents, two_arrays=two_arrays)
 
     def score_with(self, arrays: Arrays) -> Score:
         """Return the parameters of the score, with this call's arrays that belong to the queries."""
         options = self.problem.options
-        numbers = self.scale, options.softcap, options.dropout_rate
+        numbers = self.problem.scale, options.softcap, options.dropout_rate
         return Score(*numbers, arrays.extents, arrays.sinks, arrays.alibi_slopes, arrays.dropout_seed)
 
     def ring(self, group: Group) -> Ring:
         """Return the ring by which the strategy moves keys."""
-        return Ring(self.steps, group, self.strategy)
+        return Ring(self.steps, group, self.problem.strategy)
 
 
 @lru_cache(maxsize=MOST_KNOWN)
@@ -102,9 +98,7 @@ def compile_call(problem: Problem, *, any_position: bool, ahead: bool = False) -
 
 
 def _decision(problem: Problem, any_position: bool, passes: Collection[str]) -> Decision:
-    backend, values_in_keys = _backend(problem, any_position, passes), problem.options.values_in_keys
-    plans = problem.plan, problem.steps, problem.strategy
-    return Decision(problem, *plans, backend, problem.scale, values_in_keys, any_position)
+    return Decision(problem, problem.steps, _backend(problem, any_position, passes), any_position)
 
 
 def _backend(problem: Problem, any_position: bool, passes: Collection[str]) -> Backend:
@@ -141,6 +135,7 @@ def _compare(problem: Problem, arrays: Arrays, group: Group, device: torch.devic
     """Make the exchange of ``decide``, if there is something to compare. First compile all that its result may select."""
     record = record_of(group, problem.device)
     with same_error(group):
+        check_served(device, "" if group is None else group.group_name)
         asked = _asked(problem, arrays, record)
         known: Decision | None = record.agreed.get(asked)
         unread = _unread(arrays, asked, known, record)
@@ -151,7 +146,8 @@ def _compare(problem: Problem, arrays: Arrays, group: Group, device: torch.devic
         within = asked if asked is not problem and (known is None or known.problem.within_documents) else None
         compiled = lambda each: compile_call(each, any_position=False, ahead=ahead)
         decision, with_copies, with_documents = compiled(problem), reaching and compiled(reaching), within and compiled(within)
-        copies = reaching is not None or (record is not ALONE and decision.strategy == "push" and problem.device in COPYING)
+        pushes = record is not ALONE and decision.problem.strategy == "push" and problem.device in COPYING
+        copies = reaching is not None or pushes
         fits, held = _read(arrays, with_documents or decision, rank_in(group)) if unread else (within is not None, [])
         own = fits, reach(device) if copies else None, held
     found: Any = [own]
@@ -193,8 +189,8 @@ def _unread(arrays: Arrays, asked: Problem, known: Decision | None, record: Hist
 
 def _read(arrays: Arrays, decision: Decision, rank: int) -> tuple[bool, list[tuple[bool, bool] | None]]:
     """Return whether the extents stay within the documents, if the decision assumes it, and each array's ``where_held``."""
-    check_intervals(arrays, decision.plan, rank)
-    fits, plan = decision.problem.within_documents, decision.plan
+    check_intervals(arrays, plan := decision.problem.plan, rank)
+    fits = decision.problem.within_documents
     if arrays.extents is not None and isinstance(decision.steps, NeededPlan):
         extents = arrays.extents.cpu().numpy()
         if not fits:

@@ -132,7 +132,8 @@ def ring_attention(
     """
     name = group_name(group)
     try:
-        v, v_dim = values_of(k, v, v_dim)
+        if v is None or v_dim is not None:
+            v, v_dim = values_of(k, v, v_dim)
         forward_only = backend == "auto" or not differentiates((q, k))
         make = Options if torch.compiler.is_compiling() else _known_options
         options = make(
