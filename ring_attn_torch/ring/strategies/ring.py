@@ -12,31 +12,19 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from ...attend.keys import Keys
-from ...attend.score import Score
-from ...attend.state import BackwardInputs, Gradients
+from ...attend.state import Gradients
 from ..groups import rank_in
-from ..step import Ring, Step
+from ..step import Ring, Step, Strategy
 from ..transfer import Transfer, send
 
 
-class OneWay:
-    def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
-        return queries, keys, score
-
+class OneWay(Strategy):
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
         travelling = None
         for shift, hop in zip(ring.plan.shifts, (*ring.plan.hops, 0), strict=True):
             step = RingStep(keys, travelling, ring, shift, hop)
             yield step
             keys, travelling = step.next_keys, step.travelling
-
-    def collect(self, results: tuple[Tensor, ...], ring: Ring) -> tuple[Tensor, ...]:
-        return results
-
-    def collect_gradients(
-        self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
-    ) -> tuple[Tensor, Gradients, Tensor | None]:
-        return dq, dkv, of_q.sinks
 
 
 class RingStep(Step):
