@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attn_core.runs import Row
-
 from .blockwise import Blockwise
 from .keys import Keys
 from .launch import aligned
@@ -109,26 +107,21 @@ class Vendor(Blockwise):
 
 
 def pieces(rows: Rows) -> Iterator[QueryRange]:
-    """Split each pair of runs into pieces for a vendor's kernel. The mask must have no upper bound ``hi``."""
-    return chain.from_iterable(_pieces_of(pair) for pairs in rows for pair in pairs)
-
-
-def _pieces_of(pair: Row) -> Iterator[QueryRange]:
-    """Yield at most three rectangles of a pair of runs, each fully visible or causal. Query i sees the keys j <= i - lo: so
-    queries i < lo see no key, and all queries see the keys j < -lo."""
-    first, always = min(max(pair.lo, 0), pair.q_len), min(max(-pair.lo, 0), pair.k_len)
-    side = min(pair.q_len - first, pair.k_len - always)
-    queries = lambda begin, end: slice(pair.q_base + begin, pair.q_base + end)
-    keys = lambda begin, end: slice(pair.k_base + begin, pair.k_base + end)
-    whole = [
-        QueryRange(queries(first, pair.q_len), keys(0, always), False),
-        QueryRange(queries(first + side, pair.q_len), keys(always, pair.k_len), False),
-    ]
-    if pair.lo > pair.hi:
-        return
-    for piece in (whole[0], QueryRange(queries(first, first + side), keys(always, always + side), True), whole[1]):
-        if piece.queries.start < piece.queries.stop and piece.keys.start < piece.keys.stop:
-            yield piece
+    """Yield at most three rectangles of each pair of runs, each fully visible or causal. The mask must have no bound ``hi``.
+    Query i sees the keys j <= i - lo: so queries i < lo see no key, and all queries see the keys j < -lo."""
+    for pair in chain.from_iterable(rows):
+        if pair.lo > pair.hi:
+            continue
+        first, always = min(max(pair.lo, 0), pair.q_len), min(max(-pair.lo, 0), pair.k_len)
+        square = min(pair.q_len - first, pair.k_len - always)
+        q_cut, k_cut = first + square, always + square
+        for q0, q1, k0, k1, causal in (
+            (first, pair.q_len, 0, always, False),
+            (first, q_cut, always, k_cut, True),
+            (q_cut, pair.q_len, always, pair.k_len, False),
+        ):
+            if q0 < q1 and k0 < k1:
+                yield QueryRange(slice(pair.q_base + q0, pair.q_base + q1), slice(pair.k_base + k0, pair.k_base + k1), causal)
 
 
 def _two_arrays(keys: Keys, d: int) -> tuple[Tensor, ...]:

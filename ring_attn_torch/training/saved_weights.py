@@ -27,8 +27,7 @@ from ring_attn_core.model.weight_saving import check_savable, replacing, write
 
 from ..layers.parts import dtype_name
 from ..layers.transformer import RingTransformer
-from ..ring.agreement import exchange
-from ..ring.groups import Group, is_dtensor, rank_in, ranks_of, ring_of
+from ..ring.groups import Group, is_dtensor, rank_in, ring_of
 from .ranks import agreed, check_kinds, together
 from .weights import named_parameters
 
@@ -139,27 +138,20 @@ def save_folder(
 
     agreed(SAVING, check, ring)
     check_kinds(SAVING, parameters, ring)
-    weights, error = _whole(parameters), None
-    try:
-        if ring is None or rank_in(ring) == 0:
-            with replacing(folder, beside) as new:
-                for name, content in beside.items():
-                    (new / name).write_bytes(content)
-                write(new, ((renamed(name), x) for name, x in weights), save_file)
-    except Exception as objection:
-        error = objection
-    try:
-        for _ in weights:  # ranks that do not write, or failed in the middle, take part in gathering the shards
-            pass
-    except Exception as objection:
-        error = error or objection
-    if ring is None or ranks_of(ring) == 1:
-        if error is not None:
-            raise error
-        return
-    for rank, failure in enumerate(exchange(SAVING, error and [isinstance(error, OSError), str(error)], ring)):
-        if failure is not None:
-            raise (OSError if failure[0] else ValueError)(f"rank {rank}: {failure[1]}") from error
+    weights = _whole(parameters)
+
+    def save() -> None:
+        try:
+            if ring is None or rank_in(ring) == 0:
+                with replacing(folder, beside) as new:
+                    for name, content in beside.items():
+                        (new / name).write_bytes(content)
+                    write(new, ((renamed(name), x) for name, x in weights), save_file)
+        finally:
+            for _ in weights:  # ranks that do not write, or failed in the middle, take part in gathering the shards
+                pass
+
+    agreed(SAVING, save, ring)
 
 
 def transformer_in(model: nn.Module) -> RingTransformer:
