@@ -18,8 +18,8 @@ if find_spec("jax") is None:
 
 from . import functional as functional  # by name only, as in the PyTorch package
 from .attend import launch as launch  # launch.compile_for lowers for a GPU that this host lacks
+from .attend.dropout import dropout_mask
 from .block import attend_block, merge
-from .call.dropout_mask import dropout_mask
 from .call.signature import ring_attention
 from .call.traced import TracedLayout
 from .data.batch import Shard as Shard  # by name only, as in the PyTorch package, where import * would hide its Shard

@@ -78,7 +78,6 @@ def attend_block(
 
 
 def block_state(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, runs: tuple[Run, Run]) -> State:
-    """Compute ``attend_block`` from arguments packed into records. ``runs``: the query run and the key run."""
     decision = compile_call(problem_of(q, k, v, arrays, 1, options), any_position=True, ahead=True)
     of_q, of_k = ((0, _int32(run.length), _int32(run.start), run.stride) for run in runs)
     fields: Any = row(of_q, of_k, options.mask.clamped(FARTHEST), q.shape[1], k.shape[1])

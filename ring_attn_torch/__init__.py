@@ -15,8 +15,8 @@ if find_spec("torch") is None:
     raise missing_package(__name__, "torch")
 
 from . import functional as functional  # by name only: import * must not hide torch.nn.functional
+from .attend.dropout import dropout_mask
 from .block import attend_block, merge
-from .call.dropout_mask import dropout_mask
 from .call.signature import ring_attention
 from .data.batch import Shard as Shard  # by name only: import * must not hide the Shard of torch.distributed.tensor
 from .data.batch import shard_batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,14 +35,7 @@ from .call.autograd import (
     separate_gradients,
 )
 from .call.decide import compile_call
-from .call.prepare import (
-    Arrays,
-    check_tensors,
-    differentiates,
-    problem_of,
-    refuse_transforms,
-    values_of,
-)
+from .call.prepare import Arrays, check_tensors, differentiates, problem_of, refuse_transforms, values_of
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -85,7 +78,8 @@ def attend_block(
     Raise ValueError if inputs do not fit. Differentiable once, in reverse mode.
     """
     rate = rate_of(dropout_rate, dropout_seed)
-    v, v_dim = values_of(k, v, v_dim)
+    if v is None or v_dim is not None:
+        v, v_dim = values_of(k, v, v_dim)
     v_dim = v_dim if backend == "auto" or not differentiates((q, k)) else None
     numbers: dict[str, Any] = {"scale": scale, "softcap": softcap, "dropout_rate": rate, "v_dim": v_dim}
     options = Options(layout="contiguous", mask=mask, backend=backend, **numbers)
@@ -100,7 +94,6 @@ def attend_block(
 
 
 def block_state(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, options: Options, runs: tuple[Run, Run]) -> State:
-    """Compute ``attend_block`` from records; ``runs``: the query run and the key run."""
     q_run, k_run = runs
     counts = [q_run.start, q_run.length, k_run.start, k_run.length, q_run.stride, *options.counts]
     return from_outputs(torch.ops.ring_attn.attend_block(q, k, v, counts, OpCall(options).text, *arrays))
@@ -140,9 +133,9 @@ def merge(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int], call: str, *arrays: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    block = _block(q, k, v, Arrays(*arrays), counts, call)
+    keys, rows, score, backend = _block(q, k, v, Arrays(*arrays), counts, call)
     with torch.autocast(q.device.type, enabled=False):
-        return as_outputs(block.backend.attend(q, block.keys, block.rows, block.score, None, last=False))
+        return as_outputs(backend.attend(q, keys, rows, score, None, last=False))
 
 
 @torch.library.register_fake("ring_attn::attend_block")
@@ -182,18 +175,11 @@ torch.library.register_autograd("ring_attn::attend_block", _differentiate, setup
 torch.library.register_autograd("ring_attn::attend_block_backward", refuse_second_derivative)
 
 
-class _Block(NamedTuple):
-    """The backend that computes a block, and the arguments that its methods take after q: keys, rows and score."""
-
-    keys: Keys
-    rows: Rows
-    score: Score
-    backend: Backend
-
-
-def _block(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, counts: Sequence[int], call: str, backward: bool = False) -> _Block:
-    """Check the inputs of a block, and return its backend with the arguments of the backend's methods. ``counts``: start and
-    length of the query run, those of the key run, the stride of both, then ``Options.counts``. ``call``: ``OpCall.text``."""
+def _block(
+    q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, counts: Sequence[int], call: str, backward: bool = False
+) -> tuple[Keys, Rows, Score, Backend]:
+    """Check a block. Return what its backend's methods take after q, and the backend. ``counts``: start and length of the query
+    run, those of the key run, the stride of both, then ``Options.counts``. ``call``: ``OpCall.text``."""
     (q_start, q_length, k_start, k_length, stride), options = counts[:5], OpCall.read(call, tuple(counts[5:])).options
     problem = problem_of(q, k, v, arrays, 1, options)
     decision = compile_call(problem, any_position=True)
@@ -205,4 +191,4 @@ def _block(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, counts: Sequence[int
     if look and arrays.key_extents is not None:
         check_key_extents(arrays.key_extents.long(), [of_k], FARTHEST)
     rows = ((row(of_q, of_k, options.mask, q.shape[1], k.shape[1]),),)
-    return _Block(decision.pack_keys(k, v, arrays), rows, decision.score_with(arrays), decision.backend)
+    return decision.pack_keys(k, v, arrays), rows, decision.score_with(arrays), decision.backend

@@ -109,7 +109,6 @@ def ring_backend(
 
 
 def _check(query: Tensor, is_causal: bool, dropout_p: float, ulysses: int) -> None:
-    """Raise ValueError if the call is causal or has dropout, or if ``ulysses`` does not divide the number of heads."""
     if is_causal:
         raise ValueError(
             'the attention backend "ring" got is_causal=True, and a shard of text and image tokens has no order: leave it False, '
@@ -136,7 +135,6 @@ def _longest(query: Tensor, key: Tensor, group: Any, refused: bool = False) -> t
 
 
 def _visible_keys(mask: Tensor, key: Tensor, heads: int) -> Tensor:
-    """Return a bool mask [batch, tokens], True for visible keys of this rank."""
     batch, tokens = key.shape[:2]
     same = mask.ndim == 4 and mask.shape[1] in (1, heads) and mask.shape[2] == 1
     same = same and (mask.shape[1] == 1 or bool((mask == mask[:, :1]).all()))
@@ -158,7 +156,6 @@ def _visible_keys(mask: Tensor, key: Tensor, heads: int) -> Tensor:
 
 
 def _register() -> None:
-    """Add ``"ring"`` to the names of attention backends in diffusers, and register ``ring_backend`` under it."""
     names: Any = dispatch.AttentionBackendName
     if NAME not in names._value2member_map_:
         member = str.__new__(names, NAME)

@@ -138,7 +138,6 @@ class RingDocuments(Base):
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise ValueError if ``cls`` names torchtitan's Trainer before RingDocuments: documents would then see one another."""
         super().__init_subclass__(**kwargs)
         check_mixin_first(cls, RingDocuments, lambda kind: kind.__module__.partition(".")[0] == "torchtitan")
 
@@ -196,14 +195,12 @@ def cp_shard(
 
 
 def _own(x: Tensor, mesh: DeviceMesh | None, layout: str) -> Tensor:
-    """Return this rank's shard of a global array [batch, length, ...]. Return the whole array if ``mesh`` is None."""
     if mesh is None:
         return x
     return to_layout(x, layout, mesh.size()).chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
 
 
 def _band(window_size: Any) -> Band:
-    """Return the mask of VarlenAttention's window_size (before, after). Raise ValueError if it is not two integers >= -1."""
     pair = isinstance(window_size, tuple | list) and len(window_size) == 2 and all(map(is_integer, window_size))
     if not pair or min(window_size) < -1:
         got = window_size if isinstance(window_size, tuple | list) else in_words(window_size)

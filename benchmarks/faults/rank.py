@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ring_attn_torch import full, ring_attention
-from ring_attn_torch.ring.ranges import RingPass
+from ring_attn_torch.ring.loop import RingPass
 
 from ..ring.problem import TRAVELLING
 from ..support.process import argument

@@ -120,10 +120,10 @@ def automatic(group: Any) -> tuple[str, bool, str, bool]:
     problem = problem_of(q, q, q, Arrays(), GPUS, Options())
     with torch.no_grad():
         expected, out = ring_attention(q, q, q, group=group, strategy="ring"), ring_attention(q, q, q, group=group)
-        taken, graph = decide(problem, Arrays(), group, q.device).strategy, torch.cuda.CUDAGraph()
+        taken, graph = decide(problem, Arrays(), group, q.device).problem.strategy, torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
-            inside = decide(problem, Arrays(), group, q.device).strategy
+            inside = decide(problem, Arrays(), group, q.device).problem.strategy
             captured = ring_attention(q, q, q, group=group)
         graph.replay()
         torch.cuda.synchronize()

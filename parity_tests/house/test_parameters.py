@@ -65,6 +65,7 @@ FORWARDED = {
     "sharded_ring_attention": "ring_attention's own keywords",
     "load_weights": "what RingTransformer.from_config takes besides the config",
     "load_llama": "the same",
+    "Block.forward": "the keywords of RingAttention's call",
     "build_model": "the ring's, for either package",
     "save_model": "the same",
     "ring_attention_forward": "what a layer of transformers hands to its attention; unknown names are refused",

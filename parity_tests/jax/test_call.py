@@ -36,8 +36,8 @@ def test_a_backend_by_name_reads_values_as_an_array_where_a_gradient_is_wanted(b
     q, k = jnp.zeros((1, 6, 2, 8)), jnp.zeros((1, 6, 1, 8))
     problem = problem_of(q, k, k[..., :4], Arrays(), 1, Options(layout="contiguous", backend=backend, v_dim=4))
     decision = decide.decide(problem)
-    assert decision.values_in_keys
-    assert recorded(decision).values_in_keys == (backend == "auto")
+    assert decision.problem.options.values_in_keys
+    assert recorded(decision).problem.options.values_in_keys == (backend == "auto")
 
 
 @pytest.mark.parametrize(

@@ -167,13 +167,13 @@ def test_a_block_is_fetched_before_the_one_after_it_is_computed_again():
             super().fetch()
             look()
 
-    forward = Block._again
+    through = Block.through
 
-    def again(block: Block, x: Tensor, *rest: Any) -> Tensor:
+    def again(block: Block, x: Tensor, attend: Any) -> Tensor:
         told.append(f"block {list(model.blocks).index(block)}")
-        return forward(block, x, *rest)
+        return through(block, x, attend)
 
-    with patch.object(offload, "Page", Page), patch.object(Block, "_again", again):
+    with patch.object(offload, "Page", Page), patch.object(Block, "through", again):
         value = loss(model(ids), labels)
         assert told == [f"block {i}" for i in range(5)]
         told.clear()

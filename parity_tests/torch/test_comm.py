@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ring_attn_core import LAYOUTS, sliding_window
 from ring_attn_core.reference.oracle import Attention
 from ring_attn_torch import ring_attention
-from ring_attn_torch.attend import blockwise
+from ring_attn_torch.attend.blockwise import Blockwise
 from ring_attn_torch.ring.strategies import ring as strategy
 
 from ..support.cases import MASKS, Case, check
@@ -88,7 +88,7 @@ def test_the_key_mask_travels_as_bits_in_the_batch_of_k_and_v(gloo):
 
 def trace_events(group, case, *shards):
     events: list[str] = []
-    batch, compute = dist.batch_isend_irecv, blockwise.attend
+    batch, compute = dist.batch_isend_irecv, Blockwise.merged
 
     def batched(operations):
         assert [operation.op for operation in operations] == [dist.isend, dist.irecv]
@@ -99,7 +99,7 @@ def trace_events(group, case, *shards):
         events.append("attend")
         return compute(*arguments)
 
-    with patch.object(dist, "batch_isend_irecv", batched), patch.object(blockwise, "attend", attending):
+    with patch.object(dist, "batch_isend_irecv", batched), patch.object(Blockwise, "merged", attending):
         ring_attention(*(torch.from_numpy(x) for x in shards[:3]), group=group, **options(case.plan))
     return events
 

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.plan.step_names import place_name
 from ring_attn_torch import TwoLevel, Ulysses, full, ring_attention
-from ring_attn_torch.attend import blockwise
-from ring_attn_torch.ring import ranges, transfer
+from ring_attn_torch.attend.blockwise import Blockwise
+from ring_attn_torch.ring import loop, transfer
 from ring_attn_torch.ring.step import Ring
 
 from ..support import warm
@@ -80,15 +80,15 @@ def dies(rank: int, call: Callable[[], None], say: Callable[..., None], draw: fl
 
         return event
 
-    def entered(this: ranges.RingPass) -> ranges.RingPass:
+    def entered(this: loop.RingPass) -> loop.RingPass:
         passes.append(this)
         return this
 
-    targets = [(transfer, "_started"), (transfer.Transfer, "wait"), (dist, "all_gather_into_tensor")]
-    targets += [(blockwise, name) for name in ("attend", "attend_backward")]
+    targets = [(transfer.Transfer, "__init__"), (transfer.Transfer, "wait"), (dist, "all_gather_into_tensor")]
+    targets += [(Blockwise, name) for name in ("attend", "attend_backward")]
     for owner, name in targets:
         patch.object(owner, name, counted(getattr(owner, name))).start()
-    patch.object(ranges.RingPass, "__enter__", entered).start()
+    patch.object(loop.RingPass, "__enter__", entered).start()
     call()
     events, last = 0, 1 + int(draw * events)
     call()
@@ -249,7 +249,7 @@ def test_the_error_of_a_lost_rank_says_where_the_pass_was(number, waits):
             yield step
 
     def run() -> None:
-        with ranges.RingPass(Ring(plan, None), "backward") as this:
+        with loop.RingPass(Ring(plan, None), "backward") as this:
             if number == 0:
                 lose()
             for step in this.steps(circulate()):

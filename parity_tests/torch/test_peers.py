@@ -21,8 +21,7 @@ from ring_attn_core import causal, full, sliding_window
 from ring_attn_core.problem.traffic import traffic
 from ring_attn_torch import ring_attention
 from ring_attn_torch.ring import peers
-from ring_attn_torch.ring.reach import Reach, check_access
-from ring_attn_torch.ring.rendezvous import Renumbered
+from ring_attn_torch.ring.peer_access import Reach, Renumbered, check_access
 from ring_attn_torch.ring.strategies import push
 
 from ..support.cases import Case, check, check_same

@@ -9,14 +9,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ring_attn_torch import ring_attention
-from ring_attn_torch.ring import ranges
+from ring_attn_torch.ring import loop
 
 
 def names_of(group: Any, strategy: str) -> list[str]:
     """Return the names of the ranges of a forward and a backward of this rank, in the order of their beginnings."""
     q, k, v = (torch.randn(1, 8, 2, 8).requires_grad_() for _ in range(3))
     call = lambda: ring_attention(q, k, v, group=group, strategy=strategy).sum().backward()
-    with patch.object(ranges, "step_name", side_effect=AssertionError("a name without a profiler")):
+    with patch.object(loop, "step_name", side_effect=AssertionError("a name without a profiler")):
         call()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         call()

@@ -17,7 +17,7 @@ from ring_attn_torch import ring_attention
 from ring_attn_torch.call import autograd, decide, prepare
 from ring_attn_torch.call.prepare import Arrays, problem_of
 from ring_attn_torch.ring import agreement
-from ring_attn_torch.ring.reach import Reach
+from ring_attn_torch.ring.peer_access import Reach
 
 from ..support.peers import mapped
 
@@ -48,7 +48,7 @@ def attend(group: Any, ranks: list[Reach], strategy: str = "auto") -> tuple[list
     def spy(make: Any) -> Any:
         def spied(*call: Any, **how: Any) -> Any:
             decision = make(*call, **how)
-            taken.append(decision.strategy)
+            taken.append(decision.problem.strategy)
             return decision
 
         return spied
@@ -100,7 +100,7 @@ def captured(group: Any) -> tuple[str, str]:
         outside = decide.decide(problem, Arrays(), group, q.device)
         with patch.object(agreement, "capturing", lambda device: True):
             inside = decide.decide(problem, Arrays(), group, q.device)
-    return outside.strategy, inside.strategy
+    return outside.problem.strategy, inside.problem.strategy
 
 
 def test_on_cpus_the_reach_is_not_exchanged(gloo):

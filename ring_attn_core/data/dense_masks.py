@@ -1,7 +1,7 @@
 """Conversion of a dense mask, bool [rows, queries, keys], to a band, extents, key extents and a key mask.
 
 Extents hold an interval of keys for each query, key extents an interval of queries for each key. ``dense_mask_arguments`` serves
-``functional/`` of both packages. The masks of layers go through ``layers/dense_mask.py``.
+``functional/`` of both packages, and the layers of PyTorch; in JAX masks of layers go through ``layers/dense_mask.py``.
 
 With 5 tokens (rows are queries, columns keys, # is visible):
 
@@ -66,6 +66,9 @@ class Hulls:
     ``counts``: int64 [rows, queries], the number of keys that each query sees.
     """
 
+    bands_first = False
+    """True to try a band with a key mask before extents."""
+
     def __init__(self, rows: int, queries: int, keys: int) -> None:
         self.extents, self.key_extents = np.zeros((rows, queries, 2), np.int32), np.zeros((rows, keys, 2), np.int32)
         self.counts = np.zeros((rows, queries), np.int64)
@@ -87,12 +90,11 @@ class Hulls:
         everybody = np.ones_like(seen)
         if (band := self._band(everybody)) is not None:
             return DenseMaskArguments(band)
-        if self._fits(everybody, *np.moveaxis(self.extents, 2, 0)):
-            return DenseMaskArguments(full(), self.extents)
-        if (band := self._band(seen)) is not None:
+        by_rows = self._fits(everybody, *np.moveaxis(self.extents, 2, 0))
+        if (self.bands_first or not by_rows) and (band := self._band(seen)) is not None:
             return DenseMaskArguments(band, key_mask=seen)
-        if self._fits(seen, *np.moveaxis(self.extents, 2, 0)):
-            return DenseMaskArguments(full(), self.extents, key_mask=seen)
+        if by_rows or self._fits(seen, *np.moveaxis(self.extents, 2, 0)):
+            return DenseMaskArguments(full(), self.extents, key_mask=None if by_rows else seen)
         columns, both = self._fitting_columns()
         if columns:
             return DenseMaskArguments(full(), key_extents=self.key_extents)
@@ -139,11 +141,12 @@ class Hulls:
         return alone, both
 
 
-def dense_mask_arguments(visible: Any) -> DenseMaskArguments | None:
+def dense_mask_arguments(visible: Any, bands_first: bool = False) -> DenseMaskArguments | None:
     """Convert a numpy mask, bool [rows, queries, keys], to arguments of ``ring_attention``; None if no arguments express it."""
     hulls = Hulls(*visible.shape)
     for some in _blocks(visible.shape[1], visible.shape[0] * visible.shape[2]):
         hulls.add(some.start, visible[:, some])
+    hulls.bands_first = bands_first
     return hulls.parts()
 
 

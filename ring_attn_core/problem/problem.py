@@ -69,7 +69,7 @@ class Problem:
         options = self.options
         return replace(self, options=replace(options, v_dim=None)) if options.values_in_keys else self
 
-    @property
+    @cached_property
     def strategy(self) -> str:
         """Return the name of the strategy that runs this problem: "ring" if no keys travel, else the name of ``travel``."""
         return chosen(self.travel, self.plan)
@@ -94,7 +94,7 @@ class Problem:
         """Return whether the call has an optional array of one of these names."""
         return any(array.name in names for array in self.arrays)
 
-    @property
+    @cached_property
     def scale(self) -> float:
         """Return the factor by which q . k is multiplied: the option ``scale``, or ``head_dim ** -0.5`` if it is None."""
         return self.q_shape[-1] ** -0.5 if self.options.scale is None else float(self.options.scale)

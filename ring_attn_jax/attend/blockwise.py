@@ -50,7 +50,6 @@ class Blockwise:
     v_dim: int | None = None
 
     def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
-        """Merge attention to the visible keys into ``total``, tile by tile. See ``Backend.attend``."""
         v_dim = keys.kv.shape[-1] - q.shape[-1] if self.v_dim is None else self.v_dim
         state = attend(q, keys, rows, score, nothing(q, v_dim, rows, score) if total is None else total, even=self.even)
         return state._replace(out=state.out.astype(q.dtype)) if last else state
@@ -58,7 +57,6 @@ class Blockwise:
     def backward_inputs(
         self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State
     ) -> BackwardInputs:
-        """Compute the inputs that all steps of a backward share, and the sinks' gradient. See ``Backend.backward_inputs``."""
         (out, lse, rest), (dout, dlse, _) = total, dtotal
         seen = lse > -jnp.inf
         dout, dlse = jnp.where(seen[..., None], dout, 0), jnp.where(seen, dlse, 0)
@@ -82,7 +80,6 @@ class Blockwise:
         arrived: Callable[[], jax.Array | None],
         last: bool,
     ) -> tuple[jax.Array, Gradients]:
-        """Add these keys' contribution to ``dq``, and compute dkv, tile by tile. See ``Backend.attend_backward``."""
         total = jnp.zeros_like(of_q.q, dtype=accumulation_dtype(of_q.q.dtype)) if dq is None else dq
         total, dkv = attend_backward(of_q, keys, rows, score, total, even=self.even)
         before = arrived()

@@ -1,11 +1,11 @@
-"""Dropout's random numbers in JAX: one Philox key per batch row and head, and the keep mask.
+"""Dropout's random numbers in JAX: one Philox key per batch row and head, the keep mask, and a call's mask.
 
 The algorithm is in ``dropout.py`` of the core.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,11 @@ from ring_attn_core.dropout import (
     seed_words,
     threshold,
 )
+from ring_attn_core.problem.checks import check_dropout_rate, check_mask_sizes
 from ring_attn_core.validation import in_words
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int
 
 
 class DropoutState(NamedTuple):
@@ -95,3 +99,30 @@ def multiply(a: jax.Array, constant: int) -> tuple[jax.Array, jax.Array]:
     middle = high * c_low + (low * c_low >> 16)
     carry = low * c_high + (middle & 0xFFFF)
     return high * c_high + (middle >> 16) + (carry >> 16), a * jnp.uint32(constant)
+
+
+def dropout_mask(
+    q_positions: Int[Array, " queries"],
+    k_positions: Int[Array, " keys"],
+    *,
+    batch: int,
+    heads: int,
+    dropout_rate: float,
+    dropout_seed: Any,
+    dropout_offset: tuple[Any, Any] = (0, 0),
+) -> Bool[Array, "batch heads queries keys"]:
+    """Return the dropout mask of :func:`ring_attention`, bool [batch, heads, queries, keys]; True keeps a probability.
+
+    Kept probabilities are divided by 1 - rate, with the rate rounded to a multiple of 2^-16.
+
+    ``q_positions``, ``k_positions``: global token positions of the queries and keys, not checked. ``heads``: query heads.
+    ``dropout_rate``, ``dropout_seed``, ``dropout_offset``: as in :func:`ring_attention`, but not None. The random bits are
+    Philox2x32-7 of seed, batch row, head, query position and key position, the same on any ring and in either framework. The mask
+    has an entry for each score, so use it for short sequences, as in a test. Raise ValueError if positions are not 1-D, or if
+    another argument is out of its range.
+    """
+    check_dropout_rate(dropout_rate)
+    of_q, of_k = jnp.asarray(q_positions), jnp.asarray(k_positions)
+    check_mask_sizes(batch, heads, of_q.ndim, of_k.ndim)
+    keys = philox_keys(dropout_state(dropout_seed, dropout_offset), batch, heads)
+    return keep_mask(keys, dropout_rate, of_q, of_k)

@@ -71,7 +71,6 @@ def joined(parts: Keys, tokens: int) -> Keys:
 
 
 def cut(keys: Keys, first: jax.Array, tokens: int) -> Keys:
-    """Return the ``tokens`` keys from index ``first`` on."""
     return along_tokens(lambda x: lax.dynamic_slice_in_dim(x, first, tokens, 1), keys)
 
 

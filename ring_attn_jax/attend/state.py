@@ -21,7 +21,6 @@ class State(NamedTuple):
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
-        """Return (out, lse), or (out, lse, rest) if rest is not None."""
         return (self.out, self.lse) if self.rest is None else (self.out, self.lse, self.rest)
 
     def nan_at(self, wrong: jax.Array | None) -> State:

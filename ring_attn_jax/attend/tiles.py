@@ -296,5 +296,4 @@ def dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """Return float64 for float64, float32 for any other dtype."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)

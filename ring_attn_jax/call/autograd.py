@@ -75,7 +75,7 @@ def round_the_ring(inputs: OpInputs, decision: Decision, axis_name: str, total: 
         total = loop.forward(q, keys, score, ring, decision.backend, total)
         if arrays.extents is None:
             return total
-        at = positions_of(rows(ring._replace(plan=decision.plan), 0)[:, 0, 2:5], q.shape[1])
+        at = positions_of(rows(ring._replace(plan=decision.problem.plan), 0)[:, 0, 2:5], q.shape[1])
         total = total.nan_at(impossible(arrays.extents, at))
         return total.nan_at(unavailable(arrays.extents, ring))
 

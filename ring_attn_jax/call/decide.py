@@ -30,16 +30,12 @@ from .prepare import Arrays
 @dataclass(frozen=True)
 class Decision:
     """A checked problem, and what runs it on all ranks of a ring. ``steps``: the plan by which the strategy moves keys,
-    such as ``plan`` or a plan over joined shards. ``any_position``: the caller chooses where runs begin, not the plan.
+    such as the problem's or a plan over joined shards. ``any_position``: the caller chooses where runs begin, not the plan.
     ``ahead``: the compilation of the backward has begun."""
 
     problem: Problem
-    plan: RingPlan
     steps: RingPlan
-    strategy: str
     backend: Backend
-    scale: float
-    values_in_keys: bool
     any_position: bool = False
     ahead: bool = False
 
@@ -47,24 +43,24 @@ class Decision:
     def backward(self) -> Decision:
         """Compile the backward, which reads v as an array of its own, and return the decision on it."""
         options = self.problem.options
-        if options.backend != "auto" and not self.values_in_keys:
+        if options.backend != "auto" and options.v_dim is None:
             return self
         return _decision(self.problem.ordinary, self.any_position, PASSES[1:] if options.backend == "auto" else PASSES)
 
     def pack_keys(self, k: Any, v: Any, arrays: Arrays) -> Keys:
         """Pack k, v, the key mask and the key extents into ``Keys``, the form in which they travel between ranks."""
-        two_arrays = self.backend.two_arrays and not self.steps.travels
-        return pack(k, None if self.values_in_keys else v, arrays.key_mask, arrays.key_extents, two_arrays=two_arrays)
+        two_arrays, v = self.backend.two_arrays and not self.steps.travels, v if self.problem.options.v_dim is None else None
+        return pack(k, v, arrays.key_mask, arrays.key_extents, two_arrays=two_arrays)
 
     def score_with(self, arrays: Arrays) -> Score:
         """Return the parameters of the score, with this call's arrays that belong to the queries."""
         options = self.problem.options
-        numbers = self.scale, options.softcap, options.dropout_rate
+        numbers = self.problem.scale, options.softcap, options.dropout_rate
         return Score(*numbers, arrays.extents, arrays.sinks, arrays.alibi_slopes, arrays.dropout_seed, arrays.positions)
 
     def ring(self, axis_name: str) -> Ring:
         """Return the ring by which the strategy moves keys."""
-        return Ring(self.steps, axis_name, self.strategy)
+        return Ring(self.steps, axis_name, self.problem.strategy)
 
 
 def compile_call(problem: Problem, *, any_position: bool, ahead: bool = False) -> Decision:
@@ -79,9 +75,7 @@ def compile_call(problem: Problem, *, any_position: bool, ahead: bool = False) -
 
 
 def _decision(problem: Problem, any_position: bool, passes: Collection[str]) -> Decision:
-    backend, values_in_keys = _backend(problem, any_position, passes), problem.options.values_in_keys
-    plans = problem.plan, problem.steps, problem.strategy
-    return Decision(problem, *plans, backend, problem.scale, values_in_keys, any_position)
+    return Decision(problem, problem.steps, _backend(problem, any_position, passes), any_position)
 
 
 def _backend(problem: Problem, any_position: bool, passes: Collection[str]) -> Backend:

@@ -82,7 +82,6 @@ def integers(name: str, x: Any, *dims: str) -> jax.Array:
 
 
 def converted(name: str, x: Any) -> jax.Array:
-    """Return ``x`` as an array."""
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError, OverflowError) as error:

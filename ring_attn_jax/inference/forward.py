@@ -187,7 +187,6 @@ def _through(model: RankModel, ids: jax.Array, step: DecodeStep, attend: Attend)
 
 
 def _features(attention: Any, q: jax.Array) -> dict[str, Any]:
-    """Return a layer's window, softcap, sinks and slopes as keywords for ``prefill`` and ``tree_attention_decode``."""
     return {
         "window": attention.config.mask.hi,
         "softcap": attention.config.softcap,

@@ -20,7 +20,6 @@ from .rank_model import Decoder
 def generated(
     model: Decoder, arguments: dict[str, Any], on_token: OnToken | None = None, progress: Progress | None = None
 ) -> list[list[int]]:
-    """Return the new tokens of each prompt, for ``RingTransformer.generate``. ``progress`` gets (done, total) prompt tokens."""
     check_model(model)
     generation = Generation.of(model.config, computes_in(model), **arguments)
     check_functions(on_token, progress)

@@ -55,7 +55,6 @@ def gather_pairs(pair: jax.Array, axis_name: str) -> jax.Array:
 
 
 def refuse_gradients(call: str) -> None:
-    """Raise ValueError: the function ``call`` is for inference and has no gradient."""
     raise ValueError(
         f"{call} is for inference and has no gradient: pass jax.lax.stop_gradient(x) of what it is given. For training there are "
         "ring_attention, attend_block and merge"

@@ -63,7 +63,6 @@ def check_global(ids: Any, mask: Any) -> None:
 
 
 def check_alone(auto_shard: bool, mask: Any, **of_shards: jax.Array | int | None) -> None:
-    """Raise ValueError if ``mask`` is passed without ``auto_shard``, or an argument for shards with ``auto_shard``."""
     if not auto_shard and mask is not None:
         raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
     for name, x in of_shards.items():

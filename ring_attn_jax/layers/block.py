@@ -107,7 +107,6 @@ class Block(nnx.Module):
 
 
 def mixer_of(config: TransformerConfig, layer: int, ring: LayerRing, rngs: nnx.Rngs) -> Mixer:
-    """Make the mixer of layer ``layer`` of a model."""
     sizes = config.mixer(layer)
     if isinstance(sizes, AttentionConfig):
         return RingAttention(**sizes.arguments, **vars(ring), rngs=rngs)

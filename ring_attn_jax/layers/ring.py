@@ -90,5 +90,4 @@ class LayerArguments:
     rngs: nnx.Rngs
 
     def __post_init__(self) -> None:
-        """Replace ``param_dtype`` by its name. The config built from these arguments checks the rest."""
         object.__setattr__(self, "param_dtype", dtype_name(self.param_dtype))

@@ -35,7 +35,6 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def wide(x: jax.Array) -> jax.Array:
-    """Return ``x`` in at least float32."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 

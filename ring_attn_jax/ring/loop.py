@@ -1,20 +1,51 @@
 """The ring loop: k/v shards travel from rank to rank, each rank attends to visible keys, and gradients return to the keys' owner.
 
 The strategy decides which arrays travel; the docstring of ``strategies/ring.py`` lists those of a ring, forward and backward.
-The functions have the same source text as those of ``ring_attn_torch``, except for the name of an array's type.
+``RingPass`` names the steps for a profiler.
+
+``forward`` and ``backward`` have the same source text as those of ``ring_attn_torch``, except for the name of an array's type.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
 import jax
+
+from ring_attn_core.plan.step_names import pass_name, step_name
 
 from ..attend.backend import Backend
 from ..attend.keys import Keys
 from ..attend.score import Score
 from ..attend.state import Gradients, State
-from .ranges import RingPass
-from .step import Ring
+from .step import Ring, Step
 from .strategies import STRATEGIES
+
+
+class RingPass:
+    """A pass over a ring. ``name``: "forward" or "backward". As a context manager it does nothing in JAX."""
+
+    def __init__(self, ring: Ring, name: str) -> None:
+        self._ring, self._name, self._number = ring, name, 0
+
+    def __enter__(self) -> RingPass:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def steps(self, steps: Iterable[Step]) -> Iterator[Step]:
+        """Yield the ``steps`` and count them from 1. The names from ``named`` contain this count."""
+        self._number = 1
+        for step in steps:
+            yield step
+            self._number += 1
+
+    def named(self, step: Step) -> AbstractContextManager[Any]:
+        """Return a ``jax.named_scope`` for the current step. It names operations during tracing, so it costs no run time."""
+        size = sum(x.size * x.dtype.itemsize for x in step.keys if x is not None)
+        return jax.named_scope(pass_name(step_name(self._ring.plan, self._number, step.shift, size), self._name))
 
 
 def forward(q: jax.Array, keys: Keys, score: Score, ring: Ring, backend: Backend, total: State | None = None) -> State:

@@ -1,17 +1,7 @@
 """The interface of a strategy: the methods of ``Strategy``, which moves keys between ranks, and of ``Step``.
 
-``loop.py`` calls them in this order, in the forward and in the backward:
-
-    spread               before the first step: move queries, keys and score, or return them unchanged
-    circulate            yield the steps, first the step on this rank's own keys; during a step the next keys are in transfer
-    Step.arrived         in the backward: return the gradients that came with the keys, or None
-    Step.settle          return the results so far; the next step must not begin before they are computed
-    Step.send_home       in the backward: send the keys' gradients on, with this rank's contribution
-    Step.home            after the last step of the backward: return the gradients of this rank's own keys
-    collect              after the last step of the forward: move the results (out, lse, lse's rounding error) to the owners of q
-    collect_gradients    after the last step of the backward: move the gradients to the ranks that own q and the keys
-
-In ``strategies/ring.py`` only the keys travel, so spread and collect do nothing. In ``strategies/ulysses.py`` both move arrays.
+A backward of ``loop.py`` calls ``spread``; for each step of ``circulate`` ``arrived``, ``settle`` and ``send_home``; then
+``home`` and ``collect_gradients``. A forward calls ``spread``, for each step ``settle``, then ``collect``.
 """
 
 from __future__ import annotations
@@ -70,13 +60,13 @@ class Step(Protocol):
 
 
 class Strategy(Protocol):
-    """A way to move keys between ranks. It may also move queries before the first step, and results after the last step."""
+    """A way to move keys between ranks. By default queries stay on their rank, and all results are of this rank's own arrays."""
 
     def spread(
         self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
     ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
         """Return the queries (q, out, lse ... [b s h ...]), keys and score of this rank's steps, moved between ranks."""
-        ...
+        return queries, keys, score
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
         """Yield this rank's steps, its own keys first. All ranks take equally many, so a step may have no visible key."""
@@ -84,10 +74,10 @@ class Strategy(Protocol):
 
     def collect(self, results: tuple[jax.Array, ...], ring: Ring) -> tuple[jax.Array, ...]:
         """Move results [b s h ...] back to the ranks that own their queries: the inverse of ``spread`` for ``queries``."""
-        ...
+        return results
 
     def collect_gradients(
         self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
         """Return the gradients of this rank's own q, keys and sinks (None without), from those of what ``spread`` returned."""
-        ...
+        return dq, dkv, of_q.sinks

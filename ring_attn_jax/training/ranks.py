@@ -184,7 +184,6 @@ def _exchanged(error: Exception | None, on_some: type[ValueError], report: dict[
 
 
 def check_kinds(arrays: Mapping[str, Any]) -> None:
-    """Raise ValueError in each process if names, dtypes or shapes of arrays differ. Each process must call it."""
     if jax.process_count() == 1:
         return
     owner = ("process", jax.process_index())

@@ -175,7 +175,6 @@ def save_folder(
 
 
 def transformer_in(model: RingTransformer) -> RingTransformer:
-    """Return the model itself, after a check that it is a RingTransformer."""
     if not isinstance(model, RingTransformer):
         raise ValueError(f"weights are saved of a RingTransformer, got {type(model).__name__}")
     return model

@@ -102,7 +102,6 @@ def attend(
     options: Options,
     axis_name: str,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute ``dilated_attention`` from two records, ``patterns`` and ``options``, and return (out, lse)."""
     batches = batches_of(problem_of(q, k, v, Arrays(key_mask=key_mask), ring_size(axis_name), options), patterns)
     q, k, v, key_mask = reverse_only(*vary_alike((axis_name,), q, k, v, key_mask))
     rank = lax.axis_index(axis_name)

@@ -154,7 +154,6 @@ def sharded_summary_attention(
 
 
 def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, axis_name: str) -> tuple[jax.Array, jax.Array]:
-    """Compute ``summary_attention`` from records of its arrays and options, and return out [b s h e] and lse [b s h]."""
     plan = _checked(inputs, options, ring_size(axis_name))
     q, k, v, _, key_mask = inputs
     first, end = _visible_range(plan, lax.axis_index(axis_name))

@@ -60,7 +60,6 @@ class Backend(Protocol):
 
 
 def sink_gradient(score: Score, total: State, delta: Tensor) -> Tensor | None:
-    """Return the gradient of the sinks [h], ``-sum_bs exp(sink - lse - rest) delta``, or None without sinks."""
     if score.sinks is None:
         return None
     log_p = score.sinks.to(total.lse.dtype) - total.lse

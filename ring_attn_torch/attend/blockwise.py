@@ -45,13 +45,11 @@ class Blockwise:
     v_dim: int | None = field(default=None, kw_only=True)
 
     def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
-        """Merge attention to the visible keys into ``total``, tile by tile. See ``Backend.attend``."""
         v_dim = keys.kv.shape[-1] - q.shape[-1] if self.v_dim is None else self.v_dim
         state = self.merged(q, keys, rows, score, nothing(q, v_dim, rows, score) if total is None else total)
         return state._replace(out=state.out.to(q.dtype)) if last else state
 
     def backward_inputs(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
-        """Compute the inputs that all steps of a backward share, and the sinks' gradient. See ``Backend.backward_inputs``."""
         (out, lse, rest), (dout, dlse, _) = total, dtotal
         unseen = lse == -math.inf
         dout, dlse = dout.masked_fill(unseen[..., None], 0), dlse.masked_fill(unseen, 0)
@@ -75,19 +73,78 @@ class Blockwise:
         arrived: Callable[[], Tensor | None],
         last: bool,
     ) -> tuple[Tensor, Gradients]:
-        """Add these keys' contribution to ``dq``, and compute dkv, tile by tile. See ``Backend.attend_backward``."""
         dq = of_q.q.new_zeros(of_q.q.shape, dtype=accumulation_dtype(of_q.q.dtype)) if dq is None else dq
         dq, dkv = self.gradients(of_q, keys, rows, score, dq)
         before = arrived()
         return dq, dkv if before is None else dkv.add_(before)
 
     def merged(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
-        """Merge attention to the visible keys into ``total`` in place. Return ``total``."""
-        return attend(q, keys, rows, score, total)
+        """Merge attention to the visible keys into ``total``, the state over the keys seen so far, in place. Return ``total``."""
+        for inputs in TileInputs.all(q, keys, rows, score):
+            out, lse, *rest = (x[inputs.batch] for x in total.arrays)
+            for queries in inputs.query_tiles():
+                if not queries.holds(score.own_queries):
+                    continue
+                q_tile = queries.load(inputs.q).mul_(score.scale)
+                acc, before = queries.load(out), queries.load(lse)
+                m, l = before, (before > -math.inf).to(before.dtype)
+                if rest:
+                    acc.mul_(l.mul_(queries.load(rest[0]).exp_()))
+                for pair in inputs.pairs(queries):
+                    k_tile, v_tile = pair.load_kv(out.shape[-1])
+                    scores = pair.hide(pair.scores(q_tile, k_tile)[0], -math.inf)
+                    m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
+                    m_finite = m_new.masked_fill(m_new == -math.inf, 0)
+                    p = _exp_(scores.sub_(m_finite))
+                    decay = _exp_(m - m_finite)
+                    l.mul_(decay).add_(p.sum(-1, keepdim=True))
+                    acc.mul_(decay).baddbmm_(pair.drop_(p), v_tile)
+                    m = m_new
+                if m is not before:
+                    queries.store(out, acc.div_(l.masked_fill(l == 0, 1)))
+                    after = m + l.log()
+                    queries.store(lse, after)
+                    if rest:
+                        queries.store(rest[0], rest_of(m, l.log(), after))
+        return total
 
     def gradients(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
-        """Add these keys' contribution to ``dq`` [b s h d] in place. Return ``dq`` and their dkv [b t g d+e]."""
-        return attend_backward(of_q, keys, rows, score, dq)
+        """Add the gradient of q from these keys to ``dq`` in place. Return ``dq``, and dkv: the gradient of ``keys.kv``.
+
+            p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
+            dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
+
+        z_ij: 1 / (1 - dropout_rate), or 0 if dropped. delta_i = dout_i . out_i - dlse_i. tanh: tanh(scale q_i . k_j / softcap),
+        or 0 without softcap. The caller has multiplied dout and delta by exp(-rest_i), if the state has a rest.
+        """
+        q, dout, lse, delta, *_ = of_q
+        d = q.shape[-1]
+        dkv = torch.zeros_like(keys.kv, dtype=dq.dtype)
+        for inputs in TileInputs.all(q, keys, rows, score):
+            dk, dv = dkv[inputs.batch].split([d, dkv.shape[-1] - d], -1)
+            for queries in inputs.query_tiles():
+                q_tile = queries.load(inputs.q).mul_(score.scale)
+                dout_tile, lse_tile, delta_tile = (queries.load(x[inputs.batch]) for x in (dout, lse, delta))
+                dq_tile = torch.zeros_like(q_tile)
+                of_queries = queries.holds(score.own_queries)
+                for pair in inputs.pairs(queries):
+                    of_keys = pair.keys.holds(score.own_keys)
+                    if not (of_queries or of_keys):
+                        continue
+                    k_tile, v_tile = pair.load_kv(dout.shape[-1])
+                    q_visible, dout_visible, delta_visible = map(pair.queries_that_see, (q_tile, dout_tile, delta_tile))
+                    scores, tanh = pair.scores(q_visible, k_tile)
+                    p = pair.hide(_exp_(scores.sub_(lse_tile)), 0.0)
+                    ds = pair.drop_(inputs.product("dp", dout_visible, v_tile.transpose(1, 2))).sub_(delta_visible).mul_(p)
+                    if tanh is not None:
+                        ds.addcmul_(ds * tanh, tanh, value=-1)
+                    if of_queries:
+                        dq_tile.baddbmm_(ds, k_tile)
+                    if of_keys:
+                        pair.keys.add(dk, inputs.product("dk", ds.transpose(1, 2), q_visible))
+                        pair.keys.add(dv, inputs.product("dv", pair.drop_(p).transpose(1, 2), dout_visible))
+                queries.add(dq[inputs.batch], dq_tile.mul_(score.scale))
+        return dq, dkv
 
 
 def nothing(q: Tensor, v_dim: int, rows: Rows, score: Score) -> State:
@@ -99,76 +156,6 @@ def nothing(q: Tensor, v_dim: int, rows: Rows, score: Score) -> State:
         for row, *_ in rows:
             lse[:, row.q_base : row.q_base + row.q_len] = score.sinks
     return State(out, lse, torch.zeros_like(lse) if carries_rest(q.dtype) else None)
-
-
-def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
-    """Merge attention to the visible keys into ``total``, the state over the keys seen so far, in place. Return ``total``."""
-    for inputs in TileInputs.all(q, keys, rows, score):
-        out, lse, *rest = (x[inputs.batch] for x in total.arrays)
-        for queries in inputs.query_tiles():
-            if not queries.holds(score.own_queries):
-                continue
-            q_tile = queries.load(inputs.q).mul_(score.scale)
-            acc, before = queries.load(out), queries.load(lse)
-            m, l = before, (before > -math.inf).to(before.dtype)
-            if rest:
-                acc.mul_(l.mul_(queries.load(rest[0]).exp_()))
-            for pair in inputs.pairs(queries):
-                k_tile, v_tile = pair.load_kv(out.shape[-1])
-                scores = pair.hide(pair.scores(q_tile, k_tile)[0], -math.inf)
-                m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
-                m_finite = m_new.masked_fill(m_new == -math.inf, 0)
-                p = _exp_(scores.sub_(m_finite))
-                decay = _exp_(m - m_finite)
-                l.mul_(decay).add_(p.sum(-1, keepdim=True))
-                acc.mul_(decay).baddbmm_(pair.drop_(p), v_tile)
-                m = m_new
-            if m is not before:
-                queries.store(out, acc.div_(l.masked_fill(l == 0, 1)))
-                after = m + l.log()
-                queries.store(lse, after)
-                if rest:
-                    queries.store(rest[0], rest_of(m, l.log(), after))
-    return total
-
-
-def attend_backward(of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
-    """Add the gradient of q from these keys to ``dq`` in place. Return ``dq``, and dkv: the gradient of ``keys.kv``.
-
-        p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
-        dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
-
-    z_ij: 1 / (1 - dropout_rate), or 0 if dropped. delta_i = dout_i . out_i - dlse_i. tanh: tanh(scale q_i . k_j / softcap), or
-    0 without softcap. The caller has multiplied dout and delta by exp(-rest_i), if the state has a rest.
-    """
-    q, dout, lse, delta, *_ = of_q
-    d = q.shape[-1]
-    dkv = torch.zeros_like(keys.kv, dtype=dq.dtype)
-    for inputs in TileInputs.all(q, keys, rows, score):
-        dk, dv = dkv[inputs.batch].split([d, dkv.shape[-1] - d], -1)
-        for queries in inputs.query_tiles():
-            q_tile = queries.load(inputs.q).mul_(score.scale)
-            dout_tile, lse_tile, delta_tile = (queries.load(x[inputs.batch]) for x in (dout, lse, delta))
-            dq_tile = torch.zeros_like(q_tile)
-            of_queries = queries.holds(score.own_queries)
-            for pair in inputs.pairs(queries):
-                of_keys = pair.keys.holds(score.own_keys)
-                if not (of_queries or of_keys):
-                    continue
-                k_tile, v_tile = pair.load_kv(dout.shape[-1])
-                q_visible, dout_visible, delta_visible = map(pair.queries_that_see, (q_tile, dout_tile, delta_tile))
-                scores, tanh = pair.scores(q_visible, k_tile)
-                p = pair.hide(_exp_(scores.sub_(lse_tile)), 0.0)
-                ds = pair.drop_(inputs.product("dp", dout_visible, v_tile.transpose(1, 2))).sub_(delta_visible).mul_(p)
-                if tanh is not None:
-                    ds.addcmul_(ds * tanh, tanh, value=-1)
-                if of_queries:
-                    dq_tile.baddbmm_(ds, k_tile)
-                if of_keys:
-                    pair.keys.add(dk, inputs.product("dk", ds.transpose(1, 2), q_visible))
-                    pair.keys.add(dv, inputs.product("dv", pair.drop_(p).transpose(1, 2), dout_visible))
-            queries.add(dq[inputs.batch], dq_tile.mul_(score.scale))
-    return dq, dkv
 
 
 def _exp_(x: Tensor) -> Tensor:

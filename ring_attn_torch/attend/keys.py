@@ -76,7 +76,6 @@ def joined(parts: Keys, tokens: int) -> Keys:
 
 
 def cut(keys: Keys, first: int, tokens: int) -> Keys:
-    """Return ``tokens`` keys from index ``first`` on, as contiguous arrays."""
     return along_tokens(lambda x: x[:, first : first + tokens].contiguous(), keys)
 
 
@@ -87,7 +86,6 @@ def along_tokens(function: Callable[[Tensor], Tensor], keys: Keys) -> Keys:
 
 
 def room_for(keys: Keys, tokens: int) -> Keys:
-    """Return uninitialized arrays for ``tokens`` keys, with the dtypes and other dimensions of ``keys``."""
     bits = None if keys.bits is None else keys.bits.new_empty(len(keys.bits), -(-tokens // 8))
     return _mapped(lambda x: x.new_empty(len(x), tokens, *x.shape[2:]), keys._replace(bits=None))._replace(bits=bits)
 
@@ -110,7 +108,6 @@ def side_by_side(x: Tensor) -> Tensor:
 
 
 def _mapped(function: Callable[[Tensor], Tensor], keys: Keys) -> Keys:
-    """Apply ``function`` to each array of ``keys`` that is not None."""
     arrays: list[Any] = [None if x is None else function(x) for x in keys]
     return Keys(*arrays)
 

@@ -87,7 +87,6 @@ def _zeros(x: Output, device: torch.device) -> Tensor:
 
 
 def _interpret(launch: Launch, named: Mapping[str, Tensor]) -> None:
-    """Run the kernel in Triton's interpreter on a CPU."""
     function = kernel_function(launch.kernel)
     arguments = {parameter: _interpreted(x, named) for parameter, x in launch.arguments}
     function[(launch.grid,)](**dict.fromkeys(function.arg_names) | dict(launch.constants) | arguments)

@@ -42,8 +42,7 @@ class StepShards(NamedTuple):
 
 
 def as_one_run(rows: Rows, keys: Keys, score: Score, queries: int, band: Band) -> tuple[Rows, Keys, Score]:
-    """Return the rows, keys and score of a step with each shard converted to one run. The new rows are a single Row without a
-    mask: the new extents express ``band`` as intervals of key indices. ``queries``: tokens, padding included."""
+    """Convert each shard of a step to one run, and ``band`` to extents. ``queries``: tokens, padding included."""
     q_runs, k_runs = tuple([pairs[0][2:5] for pairs in rows]), tuple([pair[5:8] for pair in rows[0]])
     batch, tokens, device = len(keys.kv), keys.kv.shape[1], keys.kv.device
     one = Row(-tokens, queries, 0, sum(run[1] for run in q_runs), 0, 0, sum(run[1] for run in k_runs), 0, 1, 0)
@@ -73,7 +72,6 @@ def _recent(extents: Unchanged, key_extents: Unchanged, shards: StepShards, stre
 
 
 def _local(positions: Tensor, intervals: Tensor) -> Tensor:
-    """Convert intervals of token positions to intervals of indices in the ascending ``positions``."""
     return torch.searchsorted(positions, intervals.contiguous(), out_int32=True)
 
 

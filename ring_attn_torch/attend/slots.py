@@ -67,8 +67,7 @@ def merged_by_kernel(pairs: Tensor, call: DecodeCall, ranks: int | None) -> Tens
 
 
 def ended_by_kernel(pairs: Tensor, sinks: Tensor | None, call: DecodeCall, ranks: int | None) -> tuple[Tensor, Tensor]:
-    """Merge packed (out, lse) pairs [pairs b n h e+1] and the sinks by a kernel. Return out [b n h e] in q's dtype and lse
-    [b n h] in float32. ``ranks``: the number of pairs; None if each pair is one split's."""
+    """Merge as ``merged_by_kernel``, with the sinks. Return out [b n h e] in q's dtype and lse [b n h] in float32."""
     arguments = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": aligned(sinks.float())}
     out, lse = launch(launches.merge_pairs(call, ranks, True), arguments)
     return out, lse
@@ -139,7 +138,6 @@ class _State(NamedTuple):
         return _State(torch.full_like(zeros, -math.inf), zeros, zeros[..., None].expand(*zeros.shape, e))
 
     def pair(self) -> Tensor:
-        """Return out and lse packed in one array [g, rows, e+1]."""
         nothing = self.total == 0
         total = self.total.masked_fill(nothing, 1)
         lse = (self.top + total.log()).masked_fill(nothing, -math.inf)

@@ -38,7 +38,6 @@ class Tile(NamedTuple):
 
     @property
     def tokens(self) -> slice:
-        """Return the range of the tile's tokens in the shard."""
         return slice(self.base + self.first, self.base + self.end)
 
     def of(self, x: Tensor) -> Tensor:
@@ -149,13 +148,11 @@ class TileInputs:
 
     @cached_property
     def _reach(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return {(tile.run, tile.first): (smallest start, largest end of the extents in the tile)} for each query tile."""
         assert self.score.extents is not None
         return reach_of(self.score.extents, list(self.query_tiles()))
 
     @cached_property
     def _key_reach(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return {(tile.run, tile.first): (smallest start, largest end of the key extents in the tile)} for each key tile."""
         assert self.key_extents is not None
         _, block = self.blocks
         tiles = [
@@ -179,8 +176,6 @@ def reach_of(extents: Tensor, tiles: list[Tile]) -> dict[tuple[int, int], tuple[
 
 @dataclass(frozen=True)
 class Pair:
-    """A pair of a query tile and a key tile: their scores, with masking and dropout."""
-
     inputs: TileInputs
     queries: Tile
     keys: Tile
@@ -215,20 +210,17 @@ class Pair:
         return scores, tanh
 
     def hide(self, scores: Tensor, value: float) -> Tensor:
-        """Set the scores of invisible (query, key) pairs to ``value`` in place. Return ``scores``."""
         if self.masked is not None:
             self._by_head(scores).masked_fill_(self.masked[:, None], value)
         return scores
 
     def drop_(self, p: Tensor) -> Tensor:
-        """Apply dropout to ``p`` in place: set dropped probabilities to 0 and rescale the others. Return ``p``."""
         if self.keep_mask is not None:
             self._by_head(p).mul_(self.keep_mask).mul_(rescale(self.inputs.score.dropout_rate))
         return p
 
     @cached_property
     def keep_mask(self) -> Tensor | None:
-        """Return the dropout mask, bool [b h block_q block_k], True for kept probabilities; None without dropout."""
         if self.inputs.philox_keys is None:
             return None
         return keep_mask(self.inputs.philox_keys, self.inputs.score.dropout_rate, self.q_pos, self.k_pos)
@@ -254,18 +246,15 @@ class Pair:
 
     @cached_property
     def fully_masked(self) -> Tensor | None:
-        """Return bool [b or 1, block_q], True where the query sees no key of the key tile, or None if ``masked`` is None."""
         return None if self.masked is None else self.masked.all(2)
 
     @cached_property
     def q_pos(self) -> Tensor:
-        """Return the global positions of the queries, int64 [block_q]."""
         i = torch.arange(self.queries.first, self.queries.end, device=self.inputs.q.device)
         return self.row.q_start + self.row.stride * i
 
     @cached_property
     def k_pos(self) -> Tensor:
-        """Return the global positions of the keys, int64 [block_k]."""
         j = torch.arange(self.keys.first, self.keys.end, device=self.inputs.q.device)
         return self.row.k_start + self.row.stride * j
 
@@ -276,5 +265,4 @@ class Pair:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return float64 for float64, float32 for any other dtype."""
     return torch.promote_types(dtype, torch.float32)

@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from ring_attn_core.runs import Row
 
 from .blockwise import Blockwise
 from .keys import Keys
@@ -30,19 +29,10 @@ from .tiles import Rows
 
 
 class QueryRange(NamedTuple):
-    """A slice of queries and one of keys, for one call of a vendor's kernel. ``causal``: the n-th query sees the first n keys;
-    else all."""
+    """Slices for one call of a vendor's kernel. ``causal``: the n-th query sees the first n keys; else all."""
 
     queries: slice
     keys: slice
-    causal: bool
-
-
-class VendorOptions(NamedTuple):
-    """The options of a vendor's kernel: the backend's name, the scale of the scores, and whether the mask is causal."""
-
-    name: str
-    scale: float
     causal: bool
 
 
@@ -58,7 +48,7 @@ class Vendor(Blockwise):
         q, (k, v) = aligned(q), _two_arrays(keys, q.shape[-1])
         for piece in pieces(rows) if q.numel() else ():
             of_queries, of_keys = q[:, piece.queries], (x[:, piece.keys] for x in (k, v))
-            other, other_lse = _forward(VendorOptions(self.name, score.scale, piece.causal), of_queries, *of_keys)
+            other, other_lse = self._forward(score.scale, piece.causal, of_queries, *of_keys)
             before = lse[:, piece.queries]
             after = torch.logaddexp(before, other_lse.transpose(1, 2))
             weights = ((x - after).exp()[..., None] for x in (before, other_lse.transpose(1, 2)))
@@ -67,7 +57,6 @@ class Vendor(Blockwise):
         return total
 
     def gradients(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the gradient from these keys to ``dq`` [b s h d] in place. Return ``dq`` and these keys' dkv [b t g d+e]."""
         assert of_q.out is not None
         q, dout, out, lse = aligned(of_q.q), aligned(of_q.dout), aligned(of_q.out), of_q.lse
         k, v = _two_arrays(keys, q.shape[-1])
@@ -75,35 +64,64 @@ class Vendor(Blockwise):
         dk, dv = _two_arrays(Keys(dkv), q.shape[-1])
         for piece in pieces(rows) if q.numel() else ():
             of_queries, of_keys = (x[:, piece.queries] for x in (dout, q, out, lse)), (x[:, piece.keys] for x in (k, v))
-            parts = _backward(VendorOptions(self.name, score.scale, piece.causal), *of_queries, *of_keys)
+            parts = self._backward(score.scale, piece.causal, *of_queries, *of_keys)
             for total, where, part in zip((dq, dk, dv), (piece.queries, piece.keys, piece.keys), parts, strict=True):
                 total[:, where] += part
         return dq, dkv
 
+    def _forward(self, scale: float, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return out [b n h e] and lse [b h n] of one piece."""
+        if self.name == "flash4":
+            out, lse, *_ = _flash4()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
+            return out, lse
+        aten, (q, k, v) = torch.ops.aten, _heads_first(q, k, v)
+        if self.name == "cudnn":
+            out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+            return out.transpose(1, 2), lse.reshape(out.shape[:3])
+        op = (
+            aten._scaled_dot_product_flash_attention_for_cpu
+            if q.device.type == "cpu"
+            else aten._scaled_dot_product_flash_attention
+        )
+        out, lse, *_ = op(q, k, v, 0.0, causal, scale=scale)
+        return out.transpose(1, 2), lse
+
+    def _backward(self, scale: float, causal: bool, *arrays: Tensor) -> tuple[Tensor, ...]:
+        """Return dq, dk and dv [b n heads d] of a piece. out [b n h e], lse [b n h]: over all keys."""
+        dout, q, out, lse, k, v = arrays
+        sizes, lse = (q.shape[1], k.shape[1]), lse.transpose(1, 2).contiguous()
+        if self.name == "flash4":
+            return _flash4()._flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=scale, causal=causal)[:3]
+        aten, inputs = torch.ops.aten, _heads_first(dout, q, k, v, out)
+        no = torch.zeros((), dtype=torch.int64, device=q.device)
+        if self.name == "cudnn":
+            op = aten._scaled_dot_product_cudnn_attention_backward
+            parts = op(*inputs, lse[..., None], no, no, None, None, None, *sizes, 0.0, causal, scale=scale)
+        elif q.device.type == "cpu":
+            op = aten._scaled_dot_product_flash_attention_for_cpu_backward
+            parts = op(*inputs, lse, 0.0, causal, scale=scale)
+        else:
+            op = aten._scaled_dot_product_flash_attention_backward
+            parts = op(*inputs, lse, None, None, *sizes, 0.0, causal, no, no, scale=scale)
+        return _heads_first(*parts[:3])
+
 
 def pieces(rows: Rows) -> Iterator[QueryRange]:
-    """Split each pair of runs into pieces for a vendor's kernel. The mask must have no upper bound ``hi``."""
-    for pairs in rows:
-        for pair in pairs:
-            yield from _pieces_of(pair)
-
-
-def _pieces_of(pair: Row) -> Iterator[QueryRange]:
-    """Yield at most three rectangles of a pair of runs, each fully visible or causal. Query i sees the keys j <= i - lo: so
-    queries i < lo see no key, and all queries see the keys j < -lo."""
-    first, always = min(max(pair.lo, 0), pair.q_len), min(max(-pair.lo, 0), pair.k_len)
-    side = min(pair.q_len - first, pair.k_len - always)
-    queries = lambda begin, end: slice(pair.q_base + begin, pair.q_base + end)
-    keys = lambda begin, end: slice(pair.k_base + begin, pair.k_base + end)
-    whole = [
-        QueryRange(queries(first, pair.q_len), keys(0, always), False),
-        QueryRange(queries(first + side, pair.q_len), keys(always, pair.k_len), False),
-    ]
-    if pair.lo > pair.hi:
-        return
-    for piece in (whole[0], QueryRange(queries(first, first + side), keys(always, always + side), True), whole[1]):
-        if piece.queries.start < piece.queries.stop and piece.keys.start < piece.keys.stop:
-            yield piece
+    """Yield at most three rectangles of each pair of runs, each fully visible or causal. The mask must have no bound ``hi``.
+    Query i sees the keys j <= i - lo: so queries i < lo see no key, and all queries see the keys j < -lo."""
+    for pair in chain.from_iterable(rows):
+        if pair.lo > pair.hi:
+            continue
+        first, always = min(max(pair.lo, 0), pair.q_len), min(max(-pair.lo, 0), pair.k_len)
+        square = min(pair.q_len - first, pair.k_len - always)
+        q_cut, k_cut = first + square, always + square
+        for q0, q1, k0, k1, causal in (
+            (first, pair.q_len, 0, always, False),
+            (first, q_cut, always, k_cut, True),
+            (q_cut, pair.q_len, always, pair.k_len, False),
+        ):
+            if q0 < q1 and k0 < k1:
+                yield QueryRange(slice(pair.q_base + q0, pair.q_base + q1), slice(pair.k_base + k0, pair.k_base + k1), causal)
 
 
 def _two_arrays(keys: Keys, d: int) -> tuple[Tensor, ...]:
@@ -111,45 +129,7 @@ def _two_arrays(keys: Keys, d: int) -> tuple[Tensor, ...]:
     return (keys.kv, keys.kv) if keys.kv.shape[-1] == d else keys.kv.split([d, keys.kv.shape[-1] - d], -1)
 
 
-def _forward(options: VendorOptions, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out [b n h e] and lse [b h n] of one piece."""
-    name, scale, causal = options
-    if name == "flash4":
-        out, lse, *_ = _flash4()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
-        return out, lse
-    aten, (q, k, v) = torch.ops.aten, _heads_first(q, k, v)
-    if name == "cudnn":
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
-        return out.transpose(1, 2), lse.reshape(out.shape[:3])
-    op = aten._scaled_dot_product_flash_attention_for_cpu if q.device.type == "cpu" else aten._scaled_dot_product_flash_attention
-    out, lse, *_ = op(q, k, v, 0.0, causal, scale=scale)
-    return out.transpose(1, 2), lse
-
-
-def _backward(
-    options: VendorOptions, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, ...]:
-    """Return dq, dk and dv [b n heads d] of a piece. ``out`` [b n h e] and ``lse`` [b n h] are over all keys of the ring."""
-    name, scale, causal = options
-    sizes, lse = (q.shape[1], k.shape[1]), lse.transpose(1, 2).contiguous()
-    if name == "flash4":
-        return _flash4()._flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=scale, causal=causal)[:3]
-    aten, arrays = torch.ops.aten, _heads_first(dout, q, k, v, out)
-    no = torch.zeros((), dtype=torch.int64, device=q.device)
-    if name == "cudnn":
-        op = aten._scaled_dot_product_cudnn_attention_backward
-        parts = op(*arrays, lse[..., None], no, no, None, None, None, *sizes, 0.0, causal, scale=scale)
-    elif q.device.type == "cpu":
-        op = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        parts = op(*arrays, lse, 0.0, causal, scale=scale)
-    else:
-        op = aten._scaled_dot_product_flash_attention_backward
-        parts = op(*arrays, lse, None, None, *sizes, 0.0, causal, no, no, scale=scale)
-    return _heads_first(*parts[:3])
-
-
 def _heads_first(*arrays: Tensor) -> tuple[Tensor, ...]:
-    """Swap dimensions 1 and 2 of each array: [b n h d] becomes [b h n d], and the reverse."""
     return tuple(x.transpose(1, 2) for x in arrays)
 
 

@@ -24,10 +24,10 @@ from ring_attn_core.problem.options import Options
 from ..attend.dropout import Dropout, dropout_state
 from ..attend.state import Gradients, State, carries_rest
 from ..ring import loop
-from ..ring.agreement import same_error
+from ..ring.agreement import refuse
 from ..ring.groups import group_of, ranks_of
 from .decide import decide, decided
-from .prepare import Arrays, check_plain, check_tensors, problem_of, refuse_transforms
+from .prepare import Arrays, check_tensors, problem_of, refuse_transforms
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,7 +48,6 @@ class OpCall(NamedTuple):
     @staticmethod
     @lru_cache(maxsize=4096)
     def read(text: str, counts: tuple[int, ...]) -> OpCall:
-        """Build the record from its ``text`` and ``counts``."""
         group, options = text.rsplit(";", 1)
         return OpCall(Options.read(options, counts), group)
 
@@ -59,16 +58,18 @@ def attention(
     """Compute ``ring_attention`` with its optional arrays, dropout and options given as records. Return (out, lse)."""
     tensors = [q, k, v, *[x for x in arrays if x is not None]]
     eager = eager_only(tensors)
-    with same_error(group_name):
-        if eager:
-            check_plain(tensors, arrays, group_name)
-        else:
+    try:
+        if not eager:
             refuse_transforms(tensors)
+        if not eager or arrays.alibi_slopes is not None:  # of other plain tensors, problem_of and decide check each kind once
             check_tensors(q, k, v, arrays, group_name)
         if dropout is not None and options.dropout_rate:
             arrays = arrays._replace(dropout_seed=dropout_state(dropout, q.device))
             options = replace(options, dropout_offset=dropout.known_offset)
-    call, results = OpCall(options, group_name), stored_results()
+    except Exception as error:
+        refuse(error, group_of(group_name))
+    call = OpCall(options, group_name)
+    results = None if torch.compiler.is_compiling() else _innermost.get()
     if results is not None and (known := results.known()) is not None:
         return Eager.apply(call, known, q, k, v, *arrays)[:2]
     if not eager:
@@ -83,13 +84,15 @@ def attention(
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, call: OpCall, total: State | None = None, *, ahead: bool) -> State:
-    """Decide with all ranks how to run the ring, and run it, from the state ``total`` if it is not None. ``ahead``: see
-    ``compile_call``."""
-    group = group_of(call.group)
-    problem = problem_of(q, k, v, arrays, ranks_of(group), call.options)
-    decision = decide(problem, arrays, group, q.device, ahead=ahead)
-    with no_autocast(problem.device):
-        keys, score, ring = decision.pack_keys(k, v, arrays), decision.score_with(arrays), decision.ring(group)
+    """Decide with all ranks how to run the ring, and run it from the state ``total``. ``ahead``: see ``compile_call``."""
+    with no_autocast(q.device.type):
+        group = group_of(call.group)
+        try:
+            problem = problem_of(q, k, v, arrays, ranks_of(group), call.options)
+        except Exception as error:
+            refuse(error, group)
+        decision = decide(problem, arrays, group, q.device, ahead=ahead)
+        score, ring, keys = decision.score_with(arrays), decision.ring(group), decision.pack_keys(k, v, arrays)
         return loop.forward(q, keys, score, ring, decision.backend, total)
 
 
@@ -143,18 +146,15 @@ Outputs = tuple[Tensor, Tensor, Tensor]
 
 
 def as_outputs(total: State) -> Outputs:
-    """Return (out, lse, rounding error of lse) of an attention state. The error is an empty tensor if the state has none."""
     return total.out, total.lse, total.lse.new_empty(0) if total.rest is None else total.rest
 
 
 def from_outputs(outputs: Outputs) -> State:
-    """Convert the three outputs of an op to an attention state."""
     out, lse, rest = outputs
     return State(out, lse, rest if rest.shape == lse.shape else None)
 
 
 def fake_outputs(q: Tensor, v: Tensor) -> Outputs:
-    """Return uninitialized outputs with the shapes and dtypes of the forward op, for tracing with fake tensors."""
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty((*q.shape[:3], v.shape[-1])), lse, torch.empty_like(lse) if carries_rest(q.dtype) else lse.new_empty(0)
 
@@ -186,7 +186,6 @@ def _(cotangents, saved, counts, call, *arrays: Tensor | None):  # type: ignore[
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
-    """Save the inputs and outputs of an op for the op's backward."""
     q, k, v, ctx.counts, ctx.call, *arrays = inputs
     ctx.save_for_backward(*arrays, q, k, v, *from_outputs(output).arrays)
 
@@ -205,7 +204,6 @@ def _differentiate(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
 
 
 def _gradients(arrays: Arrays, dsinks: Tensor) -> Arrays:
-    """Return the gradients of the optional arrays: ``dsinks`` for the sinks, None for all others."""
     return Arrays(sinks=None if arrays.sinks is None else dsinks)
 
 
@@ -279,8 +277,3 @@ class StoredResults:
 
 
 _innermost: ContextVar[StoredResults | None] = ContextVar("ring_attn_stored_results", default=None)
-
-
-def stored_results() -> StoredResults | None:
-    """Return this thread's innermost ``StoredResults``. Return None outside of any, and under torch.compile."""
-    return None if torch.compiler.is_compiling() else _innermost.get()

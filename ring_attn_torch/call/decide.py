@@ -35,9 +35,9 @@ from ..attend.score import Score
 from ..attend.vendor import Vendor
 from ..ring.agreement import ALONE, History, exchange, record_of, same_error, timeout
 from ..ring.groups import Group, capturing, rank_in
-from ..ring.reach import Reach, check_access, reach, shared
+from ..ring.peer_access import Reach, check_access, reach, shared
 from ..ring.step import Ring
-from .prepare import Arrays
+from .prepare import Arrays, check_served
 
 COPYING = ("cuda",)
 """The device types whose memory other ranks may copy."""
@@ -52,16 +52,12 @@ MAX_READ = 32
 @dataclass(frozen=True)
 class Decision:
     """A checked problem, and what runs it on all ranks of a ring. ``steps``: the plan by which the strategy moves keys,
-    such as ``plan`` or a plan over joined shards. ``any_position``: the caller chooses where runs begin, not the plan.
+    such as the problem's or a plan over joined shards. ``any_position``: the caller chooses where runs begin, not the plan.
     ``ahead``: the compilation of the backward has begun."""
 
     problem: Problem
-    plan: RingPlan
     steps: RingPlan
-    strategy: str
     backend: Backend
-    scale: float
-    values_in_keys: bool
     any_position: bool = False
     ahead: bool = False
 
@@ -69,24 +65,24 @@ class Decision:
     def backward(self) -> Decision:
         """Compile the backward, which reads v as an array of its own, and return the decision on it."""
         options = self.problem.options
-        if options.backend != "auto" and not self.values_in_keys:
+        if options.backend != "auto" and options.v_dim is None:
             return self
         return _decision(self.problem.ordinary, self.any_position, PASSES[1:] if options.backend == "auto" else PASSES)
 
     def pack_keys(self, k: Any, v: Any, arrays: Arrays) -> Keys:
         """Pack k, v, the key mask and the key extents into ``Keys``, the form in which they travel between ranks."""
-        two_arrays = self.backend.two_arrays and not self.steps.travels
-        return pack(k, None if self.values_in_keys else v, arrays.key_mask, arrays.key_extents, two_arrays=two_arrays)
+        two_arrays, v = self.backend.two_arrays and not self.steps.travels, v if self.problem.options.v_dim is None else None
+        return pack(k, v, arrays.key_mask, arrays.key_extents, two_arrays=two_arrays)
 
     def score_with(self, arrays: Arrays) -> Score:
         """Return the parameters of the score, with this call's arrays that belong to the queries."""
         options = self.problem.options
-        numbers = self.scale, options.softcap, options.dropout_rate
+        numbers = self.problem.scale, options.softcap, options.dropout_rate
         return Score(*numbers, arrays.extents, arrays.sinks, arrays.alibi_slopes, arrays.dropout_seed)
 
     def ring(self, group: Group) -> Ring:
         """Return the ring by which the strategy moves keys."""
-        return Ring(self.steps, group, self.strategy)
+        return Ring(self.steps, group, self.problem.strategy)
 
 
 @lru_cache(maxsize=MOST_KNOWN)
@@ -102,9 +98,7 @@ def compile_call(problem: Problem, *, any_position: bool, ahead: bool = False) -
 
 
 def _decision(problem: Problem, any_position: bool, passes: Collection[str]) -> Decision:
-    backend, values_in_keys = _backend(problem, any_position, passes), problem.options.values_in_keys
-    plans = problem.plan, problem.steps, problem.strategy
-    return Decision(problem, *plans, backend, problem.scale, values_in_keys, any_position)
+    return Decision(problem, problem.steps, _backend(problem, any_position, passes), any_position)
 
 
 def _backend(problem: Problem, any_position: bool, passes: Collection[str]) -> Backend:
@@ -123,9 +117,12 @@ def decide(problem: Problem, arrays: Arrays, group: Group, device: torch.device,
     intervals = arrays.extents is not None or arrays.key_extents is not None
     known: Decision | None = None if intervals or record.checked is not None else record.agreed.get(problem)
     if known is None:
-        return _compare(problem, arrays, group, device, ahead)
-    record.calls += 1
-    return _begun(known) if ahead and not known.ahead else known
+        known = _compare(problem, arrays, group, device, ahead)
+    else:
+        record.calls += 1
+    if ahead and not known.ahead:  # its equals had no backward
+        known = compile_call(known.problem, any_position=False, ahead=True)
+    return known
 
 
 def decided(problem: Problem, arrays: Arrays, group: Group) -> Decision:
@@ -138,17 +135,19 @@ def _compare(problem: Problem, arrays: Arrays, group: Group, device: torch.devic
     """Make the exchange of ``decide``, if there is something to compare. First compile all that its result may select."""
     record = record_of(group, problem.device)
     with same_error(group):
+        check_served(device, "" if group is None else group.group_name)
         asked = _asked(problem, arrays, record)
         known: Decision | None = record.agreed.get(asked)
         unread = _unread(arrays, asked, known, record)
         if known is not None and not unread and record.checked is None:
             record.calls += 1
-            return _begun(known) if ahead and not known.ahead else known
+            return known
         reaching = None if record is ALONE else problem.reaching
         within = asked if asked is not problem and (known is None or known.problem.within_documents) else None
         compiled = lambda each: compile_call(each, any_position=False, ahead=ahead)
         decision, with_copies, with_documents = compiled(problem), reaching and compiled(reaching), within and compiled(within)
-        copies = reaching is not None or (record is not ALONE and decision.strategy == "push" and problem.device in COPYING)
+        pushes = record is not ALONE and decision.problem.strategy == "push" and problem.device in COPYING
+        copies = reaching is not None or pushes
         fits, held = _read(arrays, with_documents or decision, rank_in(group)) if unread else (within is not None, [])
         own = fits, reach(device) if copies else None, held
     found: Any = [own]
@@ -172,11 +171,6 @@ def _compare(problem: Problem, arrays: Arrays, group: Group, device: torch.devic
     return decision
 
 
-def _begun(decision: Decision) -> Decision:
-    """Begin to compile the backward of a call whose equals had none."""
-    return compile_call(decision.problem, any_position=False, ahead=True)
-
-
 def _asked(problem: Problem, arrays: Arrays, record: History) -> Problem:
     """Return the key of a decision: ``problem``, or if the values of its extents may change the decision, ``problem.within``."""
     if arrays.extents is None or record is ALONE or (problem.device not in EACH_TIME and arrays.extents.is_inference()):
@@ -195,8 +189,8 @@ def _unread(arrays: Arrays, asked: Problem, known: Decision | None, record: Hist
 
 def _read(arrays: Arrays, decision: Decision, rank: int) -> tuple[bool, list[tuple[bool, bool] | None]]:
     """Return whether the extents stay within the documents, if the decision assumes it, and each array's ``where_held``."""
-    check_intervals(arrays, decision.plan, rank)
-    fits, plan = decision.problem.within_documents, decision.plan
+    check_intervals(arrays, plan := decision.problem.plan, rank)
+    fits = decision.problem.within_documents
     if arrays.extents is not None and isinstance(decision.steps, NeededPlan):
         extents = arrays.extents.cpu().numpy()
         if not fits:
@@ -208,7 +202,6 @@ def _read(arrays: Arrays, decision: Decision, rank: int) -> tuple[bool, list[tup
 
 
 def check_intervals(arrays: Arrays, plan: RingPlan, rank: int) -> None:
-    """Raise ValueError if an interval of a token of this rank is invalid."""
     if arrays.extents is not None:
         check_extents(arrays.extents.long(), plan.q_runs[rank], plan.kv_length)
     if arrays.key_extents is not None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -40,22 +39,26 @@ NAMES = ("q", "k", "v", *Arrays._fields)
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, options: Options) -> Problem:
     """Describe the call as plain data, without array values. Equal calls get the same cached Problem."""
-    kinds = tuple([None if x is None else (x.shape, x.dtype) for x in (q, k, v, *arrays)])
-    return _problem(kinds, q.device, ranks, options)
+    kinds = tuple([None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in (q, k, v, *arrays)])
+    return _problem(kinds, ranks, options)
+
+
+class Kind(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    layout: torch.layout
 
 
 @lru_cache(maxsize=MOST_KNOWN)
-def _problem(
-    kinds: tuple[tuple[torch.Size, torch.dtype] | None, ...], device: torch.device, ranks: int, options: Options
-) -> Problem:
-    """Build the problem. ``kinds``: the (shape, dtype) of each array of ``NAMES``, or None if it was not passed."""
-    passed = [
-        OptionalArray(name, () if name == "dropout_seed" else tuple(kind[0]), dtype_name(kind[1]))
-        for name, kind in zip(NAMES, kinds, strict=True)
-        if kind is not None
-    ]
-    q, k, v, *arrays = passed
-    dtypes = q.dtype, k.dtype, v.dtype
+def _problem(kinds: tuple[tuple[Any, ...] | None, ...], ranks: int, options: Options) -> Problem:
+    """Build the problem. ``kinds``: the ``Kind`` of each array of ``NAMES``, or None if it was not passed."""
+    passed = {name: Kind(*kind) for name, kind in zip(NAMES, kinds, strict=True) if kind is not None}
+    check_places(passed)
+    q, k, v, *arrays = (
+        OptionalArray(name, () if name == "dropout_seed" else tuple(x.shape), dtype_name(x.dtype)) for name, x in passed.items()
+    )
+    dtypes, device = (q.dtype, k.dtype, v.dtype), passed["q"].device
     return Problem(q.shape, k.shape, v.shape, dtypes, device.type, ranks, options, tuple(arrays), capability(device), "torch")
 
 
@@ -78,7 +81,6 @@ def differentiates(tensors: Iterable[Any]) -> bool:
 
 
 def refuse_transforms(tensors: Iterable[Any]) -> None:
-    """Raise NotImplementedError under torch.func.grad, or if a tensor has a forward-mode tangent, which an op would drop."""
     if torch.compiler.is_compiling():
         return
     if forward_ad._current_level >= 0 and any(
@@ -91,51 +93,38 @@ def refuse_transforms(tensors: Iterable[Any]) -> None:
         )
 
 
-_alone: set[tuple[Any, ...]] = set()
-_on: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
-MOST_CHECKED = 4096
-"""The most combinations of devices and layouts that ``check_plain`` remembers, for each group and for a ring of one rank."""
-
-
-def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:
-    """Run ``check_tensors`` unless tensors of the same devices and layouts have passed, or if there are ALiBi slopes. Slopes of a
-    later call may require a gradient. The caller guarantees that no tensor is nested, or of a subclass other than Parameter."""
-    group = group_of(group_name)
-    known = _alone if group is None else _on.setdefault(group, set())
-    kinds = tuple([(x.device, x.layout) for x in tensors])
-    if kinds not in known or arrays.alibi_slopes is not None:
-        q, k, v, *_ = tensors
-        check_tensors(q, k, v, arrays, group_name)
-        if len(known) >= MOST_CHECKED:
-            known.clear()
-        known.add(kinds)
-
-
 def check_tensors(q: Any, k: Any, v: Any, arrays: Arrays, group_name: str = "") -> None:
-    """Raise ValueError if an argument does not fit the op's schema, or if the group cannot send it."""
-    for label, x in zip(NAMES, (q, k, v, *arrays), strict=True):
-        if x is None and label in Arrays._fields:
-            continue
+    passed = {"q": q, "k": k, "v": v} | {name: x for name, x in arrays._asdict().items() if x is not None}
+    for label, x in passed.items():
         if is_dtensor(x):
             raise ValueError(f"{label} is a DTensor: pass this rank's shard, {label}.to_local(), in layout order (to_layout)")
         if not isinstance(x, Tensor):
             raise ValueError(f"{label} must be a torch.Tensor, got {type(x).__name__}")
-        if x.layout != torch.strided or x.is_nested:
-            raise ValueError(f"{label} is sparse or nested: pass a dense tensor; rows of unequal length are padded or packed")
-        if x.device != q.device:
-            raise ValueError(f"{label} is on {x.device} and q on {q.device}: move it")
+    check_places(passed)
     if arrays.alibi_slopes is not None and arrays.alibi_slopes.requires_grad:
         raise ValueError("alibi_slopes are constants, and these require a gradient: pass alibi_slopes.detach()")
-    if group_name and q.device.type not in _devices(group_name):
+    check_served(q.device, group_name)
+
+
+def check_places(arrays: Mapping[str, Any]) -> None:
+    for label, x in arrays.items():
+        if x.layout != torch.strided or getattr(x, "is_nested", False):
+            raise ValueError(f"{label} is sparse or nested: pass a dense tensor; rows of unequal length are padded or packed")
+        if x.device != arrays["q"].device:
+            raise ValueError(f"{label} is on {x.device} and q on {arrays['q'].device}: move it")
+
+
+def check_served(device: torch.device, group_name: str) -> None:
+    """Raise ValueError if the group of ``group_name`` cannot send tensors on ``device``."""
+    if group_name and device.type not in _devices(group_name):
         raise ValueError(
-            f"q is on {q.device}, and this group's backend serves {', '.join(_devices(group_name))}: move the tensors, or "
+            f"q is on {device}, and this group's backend serves {', '.join(_devices(group_name))}: move the tensors, or "
             'make the group with a backend for that device, such as init_process_group("cpu:gloo,cuda:nccl")'
         )
 
 
 @constant
 def _devices(name: str) -> list[str]:
-    """Return the device types for which the group has a communication backend."""
     config = dist.get_backend_config(group_of(name))
     return [pair.split(":")[0] for pair in config.split(",")]
 

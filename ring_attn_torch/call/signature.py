@@ -20,8 +20,8 @@ from ring_attn_core.records import remembered
 from ring_attn_core.runs import Band
 
 from ..attend.dropout import Dropout
-from ..ring.agreement import same_error
-from ..ring.groups import group_name
+from ..ring.agreement import refuse
+from ..ring.groups import group_name, group_of
 from .autograd import attention
 from .prepare import Arrays, differentiates, values_of
 
@@ -131,8 +131,9 @@ def ring_attention(
     autocast does not affect it.
     """
     name = group_name(group)
-    with same_error(name):
-        v, v_dim = values_of(k, v, v_dim)
+    try:
+        if v is None or v_dim is not None:
+            v, v_dim = values_of(k, v, v_dim)
         forward_only = backend == "auto" or not differentiates((q, k))
         make = Options if torch.compiler.is_compiling() else _known_options
         options = make(
@@ -151,6 +152,8 @@ def ring_attention(
         )
         if backend in VENDORS:
             check_vendor(options, return_lse and differentiates((q, k, v)))
+    except Exception as error:
+        refuse(error, group_of(name))
     dropout = None if dropout_seed is None else Dropout(dropout_seed, dropout_offset)
     arrays = Arrays(extents, key_mask, sinks, alibi_slopes, None, key_extents)
     out, lse = attention(q, k, v, arrays, dropout, options, name)

@@ -95,7 +95,9 @@ def shard_batch(
         longest = longest_path(trees_of(*tree))
     layout = make_layout(layout, ranks, ids.shape[1], tree, partial(on_host, owner))
     if key_mask is not None:
-        key_mask = _shaped_like(ids, key_mask=_boolean(key_mask))
+        key_mask = converted("key_mask", key_mask)
+        check_key_mask(key_mask.dtype == torch.bool, key_mask.dtype)
+        key_mask = _shaped_like(ids, key_mask=key_mask)
         owner = torch.where(key_mask, owner, -1)
     given = labels is not None and documents is not None
     if labels is None:
@@ -126,12 +128,5 @@ def _shaped_like(ids: Tensor, **array: Tensor) -> Tensor:
     return x
 
 
-def _boolean(key_mask: Any) -> Tensor:
-    key_mask = converted("key_mask", key_mask)
-    check_key_mask(key_mask.dtype == torch.bool, key_mask.dtype)
-    return key_mask
-
-
 def _next(x: Tensor, last: int) -> Tensor:
-    """Shift each row of ``x`` [batch, length] left by one token, and put ``last`` at the end of the row."""
     return torch.cat([x[:, 1:], torch.full_like(x[:, :1], last)], 1)

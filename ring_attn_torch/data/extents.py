@@ -66,7 +66,6 @@ def prefix_extents(prefix: int | Int[Tensor, " batch"], length: int) -> Int[Tens
 
 
 def integers(name: str, x: Any, *dims: str) -> Tensor:
-    """Return ``x`` as int64; raise ValueError unless it holds integers with the dimensions named ``dims``."""
     array = converted(name, x)
     if array.dtype == torch.bool or array.is_floating_point() or array.is_complex() or array.ndim != len(dims):
         raise ValueError(f"{name} must be integers [{', '.join(dims)}], got {array.dtype} {list(array.shape)}")
@@ -74,7 +73,6 @@ def integers(name: str, x: Any, *dims: str) -> Tensor:
 
 
 def converted(name: str, x: Any) -> Tensor:
-    """Return ``x`` as a tensor. Raise ValueError if it cannot be converted."""
     try:
         return torch.as_tensor(x)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -14,7 +14,7 @@ from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.checks import check_along
 
 from ..ring.agreement import AgreedCall, agree_on
-from ..ring.groups import Group, constant, group_name, group_of, is_dtensor, rank_in, ranks_of
+from ..ring.groups import Group, group_of, is_dtensor, rank_in, ranks_of, ring_of
 from ..ring.halo import all_gather
 from .layout import from_layout, positions
 
@@ -39,7 +39,7 @@ def gather(
     ``layout``, or if ranks pass shards of different shapes or different arguments. Ranks compare shapes and arguments only the
     first time that they make such a call.
     """
-    ring = _ring(group)
+    ring = ring_of(group)
     _check("gather", x, ring, layout, length)
     ranks = ranks_of(ring)
     whole: Any = x if ranks == 1 else AllGather.apply(x, ring)
@@ -64,7 +64,7 @@ def gather_token(
     ``group``, ``layout``, ``length``, gradient and errors are those of :func:`gather`. Raise ValueError also if ``position`` is
     neither an int inside the sequence nor an integer tensor [batch].
     """
-    ring = _ring(group)
+    ring = ring_of(group)
     _check("gather_token", x, ring, layout, length, position)
     held = gathered_length(tuple(x.shape), layout, ranks_of(ring), length)
     wanted = position if isinstance(position, Tensor) else torch.tensor([token_position(position, held)], device=x.device)
@@ -79,8 +79,6 @@ def gather_token(
 
 
 class AllGather(torch.autograd.Function):
-    """A differentiable all-gather that concatenates the shards of all ranks along dim 1."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, ring: dist.ProcessGroup) -> Tensor:
         ctx.ring = ring.group_name  # a reference to the group would keep it alive as long as the graph
@@ -95,15 +93,7 @@ class AllGather(torch.autograd.Function):
         return dx.to(dwhole.dtype), None
 
 
-@constant
-def _ring(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
-    return group_of(group_name(group))
-
-
 def _check(call: str, x: Any, ring: Group, layout: str | BalancedLayout, length: int | None, position: int | Tensor = -1) -> None:
-    """Raise ValueError if an argument is invalid or differs between ranks, on all ranks if the call is compared. The values of a
-    tensor ``position`` are not compared."""
-
     def check() -> None:
         check_along(x, isinstance(x, Tensor), "a torch.Tensor", 0)
         if is_dtensor(x):

@@ -69,7 +69,6 @@ def positions(layout: str | BalancedLayout, ranks: int, length: int, rank: int) 
 
 
 def _bounds(dtype: torch.dtype) -> tuple[int, int] | None:
-    """Return the least and the greatest value of an integer or bool dtype, or None for other dtypes."""
     if dtype.is_floating_point or dtype.is_complex:
         return None
     return (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

@@ -19,8 +19,8 @@ from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.validation import in_words
 
 from ..ring.agreement import AgreedCall, agree_on, refuse
-from ..ring.groups import Group, group_of, is_dtensor, rank_in, ranks_of
-from .gather import AllGather, _ring
+from ..ring.groups import Group, group_of, is_dtensor, rank_in, ranks_of, ring_of
+from .gather import AllGather
 from .layout import from_layout
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def unpack_rollouts(
     ``layout`` ranks compare nothing. A rank that then raises an error still reports it to the ranks of ``group``: they may have
     passed ``layout``, and wait for this rank's shard.
     """
-    ring = None if layout is None else _ring(group)
+    ring = None if layout is None else ring_of(group)
     ranks = ranks_of(ring)
 
     def check() -> None:
@@ -120,7 +120,7 @@ def unpack_rollouts(
         agree_on(AgreedCall("unpack_rollouts", kind[2], alike, each_time=True), ring, check)
     except ValueError as error:
         if layout is None and not torch.compiler.is_compiling():
-            refuse(error, _ring(group))  # this rank may have forgotten the layout, and the others wait for its shard
+            refuse(error, ring_of(group))  # this rank may have forgotten the layout, and the others wait for its shard
         raise
     wide = values.to(torch.promote_types(values.dtype, torch.float32)) if values.is_floating_point() else values
     if layout is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from hashlib import sha256
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -115,13 +115,9 @@ def _is_constant(x: Any) -> bool:
     """Return True if ``x`` is a module, class or built-in function of a ``CONSTANT`` package, but no ``REFLECTIVE`` function."""
     if isinstance(x, BuiltinFunctionType) and not isinstance(x.__self__, ModuleType | type | None):
         return False  # a method of some object
-    return isinstance(x, ModuleType | BuiltinFunctionType | type) and _origin(x) in CONSTANT and x not in REFLECTIVE
-
-
-def _origin(x: Any) -> str:
-    """Return the name of the package that a module, a class or a built-in function belongs to."""
     name = x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None) or "builtins"
-    return name.partition(".")[0]
+    known = isinstance(x, ModuleType | BuiltinFunctionType | type) and name.partition(".")[0] in CONSTANT
+    return known and x not in REFLECTIVE
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -145,8 +141,9 @@ def _evaluated(block_mask: BlockMask, shape: Shape) -> DenseMaskArguments:
     hulls = None
     for start in range(0, queries, step):
         rows = torch.arange(start, min(start + step, queries), device=device)
+        shifted = lambda b, h, q_idx, kv_idx, start=start: block_mask.mask_mod(b, h, q_idx + start, kv_idx)
         try:
-            seen = create_mask(_from(block_mask.mask_mod, start), batch, heads, len(rows), keys, device=device)  # type: ignore[arg-type]
+            seen = create_mask(shifted, batch, heads, len(rows), keys, device=device)  # type: ignore[arg-type]
         except Exception as error:
             raise ValueError(f"block_mask has a mask_mod that cannot be evaluated at every pair: {error}") from error
         of_pairs = lambda blocks, rows=rows: blocks[:, :, rows // tall][..., key_blocks]
@@ -165,11 +162,6 @@ def _evaluated(block_mask: BlockMask, shape: Shape) -> DenseMaskArguments:
     if parts is None:
         raise ValueError(f"block_mask {NEITHER}")
     return parts
-
-
-def _from(mask_mod: Callable[..., Tensor], start: int) -> Callable[..., Tensor]:
-    """Return ``mask_mod`` with ``start`` added to its query index."""
-    return lambda b, h, q_idx, kv_idx: mask_mod(b, h, q_idx + start, kv_idx)
 
 
 def _listed(block_mask: BlockMask, kind: str) -> Tensor:

@@ -50,7 +50,6 @@ class _FlashOptions(NamedTuple):
 
     @property
     def sides(self) -> tuple[int | None, int | None]:
-        """Return the window (left, right), None for an open side. Raise ValueError if ``window_size`` is not two integers."""
         window = self.window_size
         if not isinstance(window, tuple | list) or len(window) != 2 or not all(map(is_integer, window)):
             raise ValueError(f"window_size must be (left, right), ints in tokens, -1 for an open side, got {in_words(window)}")
@@ -76,8 +75,7 @@ class _FlashOptions(NamedTuple):
         return left, right
 
     def score(self, heads: int, equal_lengths: bool, dropout_seed: Any) -> Arguments:
-        """Return scale, softcap, ALiBi, dropout and flags as arguments of ``ring_attention``. ``equal_lengths``: as many keys as
-        queries, in each document if there are several."""
+        """Return the arguments of ``ring_attention``. ``equal_lengths``: as many keys as queries in each document."""
         check_flags(causal=as_number(self.causal), return_attn_probs=as_number(self.return_attn_probs))
         dropout = dropout_of(self.dropout_p, dropout_seed)
         if dropout and self.return_attn_probs:

@@ -117,8 +117,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
 
 def _arguments_of(score_mod: Any, device: torch.device) -> Arguments:
-    """Convert a score_mod to arguments of ``ring_attention``: for each constant c in its graph, compare with ``softcap(c)``,
-    ``alibi(c)``."""
+    """Convert a score_mod: compare its graph with ``softcap(c)`` and ``alibi(c)`` for each constant c in it."""
     if score_mod is None:
         return {}
     if not callable(score_mod):

@@ -74,7 +74,6 @@ def scaled_dot_product_attention(
 
 
 def tokens_first(query: Any, key: Any, value: Any, enable_gqa: bool) -> Qkv:
-    """Transpose query, key and value from [batch, heads, tokens, dim] to [batch, tokens, heads, dim]."""
     check_flags(enable_gqa=as_number(enable_gqa))
     check_dims({"query": query, "key": key, "value": value}, "batch", "heads", "tokens", "head_dim")
     if query.shape[1] != key.shape[1] and not enable_gqa:
@@ -86,7 +85,6 @@ def tokens_first(query: Any, key: Any, value: Any, enable_gqa: bool) -> Qkv:
 
 
 def _mask(attn_mask: Any, is_causal: bool, shards: Shards, q: Tensor) -> Arguments:
-    """Convert attn_mask and is_causal to this rank's arguments of ``ring_attention``. Raise ValueError if no arguments fit."""
     if attn_mask is None:
         return {"mask": causal() if is_causal else full()}
     if is_causal:

@@ -18,7 +18,7 @@ from ring_attn_core.validation import as_number, in_words
 
 from ..call.signature import ring_attention
 from ..ring.agreement import same_error
-from ..ring.groups import group_name, group_of, is_dtensor, rank_in, ranks_of
+from ..ring.groups import is_dtensor, rank_in, ranks_of, ring_of
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 Arguments = dict[str, Any]
@@ -54,11 +54,9 @@ class Shards(NamedTuple):
 
     @property
     def arguments(self) -> Arguments:
-        """Return layout and lengths as arguments of ``ring_attention``."""
         return {"layout": self.layout, "length": self.lengths[0], "kv_length": self.lengths[1]}
 
     def mask(self, parts: DenseMaskArguments, batch: int, device: torch.device) -> Arguments:
-        """Shard the global mask ``parts``. Return this rank's mask as arguments of ``ring_attention`` for ``batch`` rows."""
         whole = {"extents": (parts.extents, 0), "key_extents": (parts.key_extents, 1), "key_mask": (parts.key_mask, 1)}
         own = {name: self.own(x, of, device) for name, (x, of) in whole.items() if x is not None}
         return {"mask": parts.band} | {name: x.expand(batch, *x.shape[1:]) for name, x in own.items()}
@@ -66,7 +64,7 @@ class Shards(NamedTuple):
 
 def shards_of(q: Tensor, k: Tensor, ring: RingArguments) -> Shards:
     """Return the ``Shards`` of a call on q and k [batch, tokens, heads, head_dim]; on one rank "contiguous", never padded."""
-    group = group_of(group_name(ring.group))
+    group = ring_of(ring.group)
     ranks = ranks_of(group)
     named(ring.layout)
     layout = ring.layout if ranks > 1 else "contiguous"  # for one rank all layouts are the same, and this one is never padded
@@ -76,13 +74,12 @@ def shards_of(q: Tensor, k: Tensor, ring: RingArguments) -> Shards:
 
 def attend(prepare: Callable[[], tuple[Qkv, Arguments]], ring: RingArguments) -> Any:
     """Call ``ring_attention`` on q, k, v and arguments from ``prepare``. If it fails on a rank, all ranks raise the error."""
-    with same_error(group_of(group_name(ring.group))):
+    with same_error(ring_of(ring.group)):
         (q, k, v), arguments = prepare()
     return ring_attention(q, k, v, group=ring.group, **arguments)
 
 
 def check_dims(arrays: dict[str, Any], *axes: str) -> None:
-    """Raise ValueError unless each array is a plain tensor (no DTensor, not nested) with one dimension per name in ``axes``."""
     for name, x in arrays.items():
         if not isinstance(x, Tensor) or is_dtensor(x) or x.is_nested:
             raise ValueError(f"{name} must be a dense torch.Tensor [{', '.join(axes)}], this rank's shard, got {in_words(x)}")
@@ -91,7 +88,6 @@ def check_dims(arrays: dict[str, Any], *axes: str) -> None:
 
 
 def dropout_of(dropout_p: float, dropout_seed: int | Tensor | None) -> Arguments:
-    """Return dropout as arguments of ``ring_attention``."""
     dropout_p = as_number(dropout_p)
     if not isinstance(dropout_p, float | int):
         raise ValueError(f"dropout_p must be a number, got {in_words(dropout_p)}: pass a float")

@@ -18,9 +18,9 @@ from ring_attn_core.validation import is_integer
 
 from ..call.prepare import dtype_name
 from ..ring.agreement import AgreedCall, agree_on, same_error
-from ..ring.groups import group_name, group_of, rank_in, ranks_of
+from ..ring.groups import capturing, rank_in, ranks_of, ring_of
 from .merge import refuse_gradients
-from .requests import VERSIONS, Lengths, Requests, Rows, capturing, empty
+from .requests import VERSIONS, Lengths, Requests, Rows, empty
 from .scales import checked_scales, of_first, quantized
 from .step import CachedRequests, DecodeStep, appended, known_rows, prefilled
 
@@ -101,7 +101,7 @@ class KVCache(Requests):
         Raise ValueError, the same on every rank, if arguments do not fit or differ between ranks. Ranks compare them at the first
         call with these arguments, and at every call that passes scales.
         """
-        ring = group_of(group_name(group))
+        ring = ring_of(group)
         with same_error(ring):
             where = torch.empty(0, device=device).device
             scaled = k_scale is not None or v_scale is not None
@@ -135,16 +135,9 @@ class KVCache(Requests):
         agree_on(AgreedCall("KVCache.step", self.counts.device.type, arguments), self.ring, check)
         which = self._rows(of, rows is None)
         held = self._held(which["rows"])
-        tensors: Any = appended(held, tokens, valid)
-        host = tuple(of), None
-        record: dict[str, Any] = {
-            "tokens": tokens,
-            "layout": None,
-            "length": tokens,
-            "fresh": False,
-            "certain": valid is None,
-        } | which
-        return DecodeStep(**tensors, **record, before=held.lengths, version=self.version, host=host)
+        record: dict[str, Any] = {"tokens": tokens, "layout": None, "length": tokens, "fresh": False, "certain": valid is None}
+        record |= appended(held, tokens, valid) | which
+        return DecodeStep(**record, before=held.lengths, version=self.version, host=(tuple(of), None))
 
     def prefill_step(
         self,
@@ -184,21 +177,16 @@ class KVCache(Requests):
             self.check_shards(counts_of_ranks, of)
 
         known = tuple(self.host_state.lengths[row] for row in of)
-        arguments = (
-            ("tokens", tokens),
-            ("layout", layout),
-            ("lengths", host_lengths),
-            ("requests", tuple(of)),
-            ("cached lengths", known),
-        )
+        arguments = ("tokens", tokens), ("layout", layout), ("lengths", host_lengths)
+        arguments = *arguments, ("requests", tuple(of)), ("cached lengths", known)
         device = self.counts.device
         agree_on(AgreedCall("KVCache.prefill_step", device.type, arguments, each_time=True), self.ring, check)
         which = self._rows(of, rows is None)
         cached = self._held(which["rows"])
-        tensors: Any = prefilled(cached, torch.tensor(chunk, dtype=torch.int32, device=device), layout, tokens)
         record: dict[str, Any] = {"tokens": tokens, "layout": layout, "length": max(chunk), "certain": any(chunk)} | which
+        record |= prefilled(cached, torch.tensor(chunk, dtype=torch.int32, device=device), layout, tokens)
         host = tuple(of), tuple(map(tuple, counts_of_ranks))
-        return DecodeStep(**tensors, **record, fresh=not any(known), before=cached.lengths, version=self.version, host=host)
+        return DecodeStep(**record, fresh=not any(known), before=cached.lengths, version=self.version, host=host)
 
     def append(self, layer: int, k: Tensor, v: Tensor, step: DecodeStep) -> KVCache:
         """Write k [requests, tokens, kv_heads, head_dim] and v of a layer's new tokens; each rank writes the tokens it caches.
@@ -256,7 +244,7 @@ class KVCache(Requests):
         self.version = next(VERSIONS)
         if step.certain:
             self.scaled |= step.written
-        if not capturing(self.counts):
+        if not capturing(self.counts.device.type):
             rows, counts_of_ranks = step.host
             if counts_of_ranks is None:
                 self.host_state.appended(rows, step.tokens)

@@ -20,7 +20,7 @@ from ..attend.tiles import accumulation_dtype
 from ..call.autograd import no_autocast
 from ..call.prepare import dtype_name
 from ..data.layout import to_layout
-from ..ring.agreement import AgreedCall, agree_on, same_error
+from ..ring.agreement import AgreedCall, agree_on, device_type, same_error
 from ..ring.groups import Group, is_dtensor, rank_in, ranks_of, ring_of
 from .cache import KVCache
 from .prefill import prefill
@@ -166,7 +166,6 @@ def _through(model: Decoder, ids: Tensor, step: DecodeStep, attend: Attend) -> T
 
 
 def _features(attention: Any, q: Tensor) -> dict[str, Any]:
-    """Return a layer's window, softcap, sinks and slopes as keywords for ``prefill`` and ``tree_attention_decode``."""
     return {
         "window": attention.config.mask.hi,
         "softcap": attention.config.softcap,
@@ -176,7 +175,6 @@ def _features(attention: Any, q: Tensor) -> dict[str, Any]:
 
 
 def logits_of(model: Decoder, hidden: Tensor) -> Tensor:
-    """Return the logits [..., vocab] of the last block's output [..., dim]."""
     return model.logits(model.norm(hidden))
 
 
@@ -186,7 +184,6 @@ def computes_in(model: Decoder) -> str:
 
 
 def check_model(model: Decoder) -> None:
-    """Raise ValueError if ``model`` is not a RingTransformer, or if its masks or sharded weights prevent decoding."""
     if not isinstance(getattr(model, "config", None), TransformerConfig):
         raise ValueError(f"model must be a RingTransformer, got {type(model).__name__}: of a wrapped one pass what is inside")
     windows_of(model.config)
@@ -202,12 +199,10 @@ def check_model(model: Decoder) -> None:
 def _agree(call: str, model: Decoder, ids: Any, cache: Any) -> None:
     """Raise ValueError if model, ids and cache do not fit together, on all ranks at the first call with a shape of ids."""
     shape = tuple(ids.shape) if isinstance(ids, Tensor) else ()
-    device = ids.device.type if isinstance(ids, Tensor) else "cpu"
-    agree_on(AgreedCall(call, device, (("ids_shape", shape),)), _ring(model, cache), lambda: _check(model, ids, cache))
+    agree_on(AgreedCall(call, device_type(ids), (("ids_shape", shape),)), _ring(model, cache), lambda: _check(model, ids, cache))
 
 
 def _ring(model: Decoder, cache: Any) -> Group:
-    """Return the cache's ring. If ``cache`` is not a KVCache, return the model's, or None if ``model`` has none."""
     if isinstance(cache, KVCache):
         return cache.ring
     return ring_of(model.ring.group) if isinstance(getattr(model, "config", None), TransformerConfig) else None

@@ -20,8 +20,6 @@ from .forward import Decoder, check_model, computes_in, last_hidden
 def generated(
     model: Decoder, arguments: dict[str, Any], on_token: OnToken | None = None, progress: Progress | None = None
 ) -> list[list[int]]:
-    """Return the new tokens of each prompt. Call ``on_token(request, token)`` for each, ``progress(done, total)`` after each
-    chunk of a prefill, in prompt tokens."""
     group = model.ring.group
     ring, device = ring_of(group), model.embed.weight.device
     with same_error(ring):

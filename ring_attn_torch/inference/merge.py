@@ -55,7 +55,6 @@ def gather_pairs(pair: Tensor, ring: Group) -> Tensor:
 
 
 def refuse_gradients(call: str, tensors: tuple[Tensor | None, ...]) -> None:
-    """Raise ValueError, naming the function ``call``, if gradients are enabled and one of ``tensors`` requires a gradient."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise ValueError(
             f"{call} is for inference and has no gradient, and an array that it is given requires one: call it under "

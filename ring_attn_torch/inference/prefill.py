@@ -22,6 +22,7 @@ from ..call.decide import decide
 from ..call.prepare import Arrays, check_tensors, dtype_name, problem_of
 from ..ring.agreement import same_error
 from ..ring.groups import Group, group_name, rank_in, ranks_of
+from ..ring.halo import all_gather
 from .cache import KVCache
 from .scales import restored
 from .step import DecodeStep, shards
@@ -107,12 +108,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, step: De
 def _over_cached(q: Tensor, cache: KVCache, layer: int, step: DecodeStep, options: Options) -> State:
     """Return the State of this rank's queries over the keys that any rank cached before the step, in at least float32."""
     ring, ranks = cache.ring, ranks_of(cache.ring)
-    batch, local, heads, dim = q.shape
-    queries = q
-    if ranks > 1:
-        gathered = q.new_empty(ranks * batch, *q.shape[1:])
-        dist.all_gather_into_tensor(gathered, q.contiguous(), group=ring)
-        queries = gathered.view(ranks, *q.shape).transpose(0, 1).reshape(batch, ranks * local, heads, dim)
+    queries = all_gather(q, ring)
     k, v, extents = _in_order(cache, layer, step, options.mask.hi)
     k = restored(k, cache.k_scale[layer], q.dtype) if cache.spec.float8 else k
     v = restored(v, cache.v_scale[layer], q.dtype) if cache.spec.float8 else v

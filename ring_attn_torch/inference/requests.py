@@ -23,7 +23,7 @@ from ring_attn_core.cache.spec import CacheSpec
 from ring_attn_core.layouts import padded_local
 from ring_attn_core.validation import as_number
 
-from ..ring.groups import Group, group_name, group_of
+from ..ring.groups import Group, capturing, ring_of
 
 Lengths = int | Sequence[int] | Tensor
 Rows = int | Sequence[int]
@@ -67,7 +67,6 @@ class Requests:
         self.scaled = set(range(self.spec.sizes.layers)) if self.spec.scaled or not self.spec.float8 else set()
 
     def __repr__(self) -> str:
-        """Return the lengths that the host knows and the sizes, not the numbers in the tensors."""
         return f"KVCache(lengths={self.host_state.lengths}, {self.spec})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -79,8 +78,7 @@ class Requests:
 
     @property
     def ring(self) -> Group:
-        """Return the process group of the ring."""
-        return group_of(group_name(self.group))
+        return ring_of(self.group)
 
     def check_room(self, tokens: Lengths = 1, layout: str | None = None) -> Self:
         """Raise ValueError if a request has no room for ``tokens`` more tokens; else return the cache.
@@ -207,7 +205,7 @@ class Requests:
         With a window the room is unlimited. ``valid`` bool [rows, tokens]: only tokens marked True need room. With
         ``valid``, nothing is checked during the capture of a CUDA graph: the caller must check before each replay.
         """
-        if valid is not None and capturing(valid):
+        if valid is not None and capturing(valid.device.type):
             return
         capacity = self.spec.capacity
         if capacity is not None and any(
@@ -228,14 +226,8 @@ class Requests:
             checks.check_shards(self.spec, (self.host_state.counts or [])[row], share, row)
 
     def _ask(self) -> None:
-        """Read exact counts from the device into the host state, unless a CUDA graph is being captured."""
-        if not capturing(self.counts):
+        if not capturing(self.counts.device.type):
             self.host_state.know(self.counts.tolist(), self.reached.tolist())
-
-
-def capturing(x: Tensor) -> bool:
-    """Return True if ``x`` is on a GPU whose current stream is capturing a CUDA graph."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def empty(spec: CacheSpec, device: torch.device) -> list[Tensor]:

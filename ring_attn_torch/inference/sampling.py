@@ -66,14 +66,12 @@ def _numbers(numbers: Any, logits: Tensor) -> Tensor:
 
 
 def on_device(parameters: SamplingParameters, device: torch.device) -> SamplingParameters:
-    """Return the parameters with a tensor [b] on ``device`` in place of each list."""
     lists = {name: x for name, x in parameters._asdict().items() if isinstance(x, list)}
     return parameters._replace(**{name: torch.tensor(x, device=device) for name, x in lists.items()})
 
 
 def drawn(logits: Tensor, parameters: SamplingParameters, requests: Tensor, positions: Tensor) -> Tensor:
-    """Draw the next token, int64 [b], of each request from logits [b vocab], as :mod:`ring_attn_core.sampling` in float32 (or
-    float64). ``requests`` [b]: indices of the requests. ``positions`` [b]: the number of cached tokens of each."""
+    """Draw the next token, int64 [b], of each request from logits [b vocab]. ``positions`` [b]: the cached tokens of each."""
     if parameters.temperature is None:
         return logits.argmax(-1)
     wide = logits.to(accumulation_dtype(logits.dtype))
@@ -95,7 +93,6 @@ def drawn(logits: Tensor, parameters: SamplingParameters, requests: Tensor, posi
 
 
 def _column(x: Any, dtype: torch.dtype) -> Any:
-    """Return a tensor [b] as [b, 1] in ``dtype``, or a number unchanged."""
     return x[:, None].to(dtype) if isinstance(x, Tensor) else x
 
 

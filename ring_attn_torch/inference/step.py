@@ -36,13 +36,11 @@ class DecodeStep(StepArrays):
 
 
 def appended(held: CachedRequests, tokens: int, valid: Tensor | None) -> dict[str, Any]:
-    """Return a DecodeStep's tensor fields for ``tokens`` tokens that every rank computes. ``valid`` bool [b, tokens] or None."""
     device = held.counts.device
     return step.appended(held, tokens, valid, _earlier(held.spec.ranks, device), _ops(device))
 
 
 def prefilled(held: CachedRequests, chunk: Tensor, layout: str, local: int) -> dict[str, Any]:
-    """Return a DecodeStep's tensor fields for a prefill by shards of ``local`` tokens. ``chunk`` int32 [b]: without padding."""
     device = held.counts.device
     return step.prefilled(held, chunk, *shards(layout, held.spec.ranks, local, device), _ops(device))
 

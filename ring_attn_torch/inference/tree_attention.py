@@ -18,6 +18,7 @@ from ring_attn_core.validation import in_words
 from ..attend.launch import capability
 from ..attend.slots import blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel
 from ..call.autograd import no_autocast
+from ..call.prepare import dtype_name
 from ..ring.agreement import AgreedCall, agree_on
 from ..ring.groups import Group, is_dtensor, ranks_of, ring_of
 from .merge import gather_pairs, refuse_gradients
@@ -118,12 +119,7 @@ def tree_attention_decode(
 
 
 def as_int32(positions: Any) -> Any:
-    """Return integer positions as int32, at most 2^31 - 1, and anything else unchanged."""
-    if (
-        not isinstance(positions, Tensor)
-        or positions.dtype == torch.int32
-        or str(positions.dtype).removeprefix("torch.") not in INTEGERS
-    ):
+    if not isinstance(positions, Tensor) or dtype_name(positions.dtype) not in set(INTEGERS) - {"int32"}:
         return positions
     return positions.long().clamp(max=torch.iinfo(torch.int32).max).to(torch.int32)
 
@@ -151,7 +147,6 @@ _Kinds = tuple[tuple[str, torch.Size, torch.dtype], ...]
 
 
 def _kinds(arrays: DecodeArrays) -> _Kinds:
-    """Return the name, shape and dtype of each array that is not None."""
     return tuple([(name, x.shape, x.dtype) for name, x in zip(arrays._fields, arrays, strict=True) if x is not None])
 
 

@@ -21,7 +21,7 @@ from ..attend.dropout import Dropout
 from ..attend.tiles import accumulation_dtype
 from ..call.autograd import attention
 from ..call.prepare import Arrays
-from ..ring.agreement import same_error
+from ..ring.agreement import refuse, same_error
 from ..ring.groups import group_name, local, ring_of
 from .projections import Projections
 from .ring import LayerArguments, LayerRing
@@ -135,12 +135,9 @@ class RingAttention(Projections):
         return self.attended(attend, x, positions, context, context_positions)
 
     def _mask_on_tree(self, key_extents: bool, longest_path: int | None, of_path: bool) -> Band:
-        """Return ``causal()`` if the call passes ``longest_path``, as for a tree, else the layer's mask. ``of_path``: False if
-        the layer has a rotary embedding and the call passes no ``positions``."""
         wrong = tree_objection(self.options.mask, key_extents, longest_path, self.config.alibi, of_path)
         if wrong is not None:
-            with same_error(ring_of(self.ring.group)):
-                raise ValueError(wrong)
+            refuse(ValueError(wrong), ring_of(self.ring.group))
         return self.options.mask if longest_path is None else causal()
 
     @property

@@ -55,8 +55,7 @@ class ShardedRows(NamedTuple):
         return cls(layout, ring, lengths[0], brought, len(set(contents)) == 1, any(masks))
 
     def shard(self, x: Tensor) -> Tensor:
-        """Return this rank's shard, int64 [rows, tokens], of all ranks' rows by an all-to-all, or locally if all ranks passed the
-        same. ``x``: the rows that this rank passed, integers [rows of this rank, length]."""
+        """Return this rank's shard, int64 [rows, tokens], of all ranks' rows. ``x``: integers [rows of this rank, length]."""
         ranks, rank = ranks_of(self.ring), rank_in(self.ring)
         parts = to_layout(x.long(), self.layout, ranks).chunk(ranks, 1)
         if self.same:
@@ -104,7 +103,6 @@ def _exchange(x: Tensor, sent: list[int], received: list[int], ring: Group) -> T
 
 
 def check_global(ids: Any, mask: Any) -> None:
-    """Raise ValueError if ``ids`` are not integers [batch, tokens], or if ``mask`` is neither None nor bool of the same shape."""
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"ids must be integers [batch, tokens], whole sequences in natural order, got {got}")
@@ -114,7 +112,6 @@ def check_global(ids: Any, mask: Any) -> None:
 
 
 def check_alone(auto_shard: bool, mask: Any, **of_shards: Tensor | int | None) -> None:
-    """Raise ValueError if ``mask`` comes without ``auto_shard``, or an argument ``of_shards`` with it."""
     if not auto_shard and mask is not None:
         raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
     for name, x in of_shards.items():
@@ -123,6 +120,5 @@ def check_alone(auto_shard: bool, mask: Any, **of_shards: Tensor | int | None) -
 
 
 def _content(ids: Tensor, mask: Tensor | None) -> str:
-    """Return a digest of ids and mask. Equal digests on all ranks mean that all ranks passed the same rows and masks."""
     arrays = [ids.long(), *([] if mask is None else [mask])]
     return blake2b(b"".join(x.cpu().numpy().tobytes() for x in arrays), digest_size=16).hexdigest()

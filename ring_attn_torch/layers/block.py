@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ring_attn_core.model.config import AttentionConfig, TransformerConfig
 from ring_attn_core.model.mixers import Mamba2Config, check_mixers_order
 from ring_attn_core.model.rotary import Rotary
-from ring_attn_core.plan.balanced_layout import BalancedLayout
 
 from .activations import Caller
 from .attention import RingAttention
@@ -28,8 +27,7 @@ Mixer = RingAttention | GatedDeltaNet | Mamba2
 
 
 class SwiGLU(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim]. ``chunk``: the maximum number of
-    tokens computed at a time, which the backward recomputes; None: all, and nothing is recomputed."""
+    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6). ``chunk``: the most tokens computed at once; None: all."""
 
     def __init__(self, dim: int, hidden: int, param_dtype: str = "float32", chunk: int | None = None, bias: bool = False) -> None:
         super().__init__()
@@ -58,32 +56,17 @@ class Block(nn.Module):
         self.mlp = SwiGLU(dim, hidden, dtype, mlp_chunk, mlp_bias)
 
     def forward(
-        self,
-        x: Tensor,
-        positions: Tensor | None = None,
-        length: int | None = None,
-        *,
-        extents: Tensor | None = None,
-        key_extents: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        longest_path: int | None = None,
-        layout: BalancedLayout | None = None,
-        dropout_seed: int | Tensor | None = None,
-        dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
-        call: Caller | None = None,
+        self, x: Tensor, positions: Tensor | None = None, length: int | None = None, *, call: Caller | None = None, **masks: Any
     ) -> Tensor:
-        """Apply the block to x [b s dim]; return [b s dim]. ``call``: a ``Caller`` that limits the tensors saved for the
-        backward; None: save all."""
+        """Return the output for x [b s dim]. ``call``: limits the saved tensors. ``masks``: keywords of RingAttention's call."""
         if call is not None:  # inside forward, so that hooks of the block, such as FSDP's, stay around it
-            arrays = extents, key_extents, key_mask, longest_path, layout, dropout_seed, dropout_offset
-            return call(self._again, x, positions, length, *arrays)
-        masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
-        masks |= {"longest_path": longest_path, "layout": layout}
-        dropout: dict[str, Any] = {"dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
+            names = tuple(masks)  # torch.utils.checkpoint saves only positional tensors
+            again = lambda x, positions, length, *each: self.forward(x, positions, length, **dict(zip(names, each, strict=True)))
+            return call(again, x, positions, length, *masks.values())
         mixer = self.attention
         if isinstance(mixer, GatedDeltaNet | Mamba2):
-            return self.through(x, lambda x: mixer(x, length, extents=extents, layout=layout))
-        return self.through(x, lambda x: mixer(x, positions, length, **masks, **dropout))
+            return self.through(x, lambda x: mixer(x, length, extents=masks.get("extents"), layout=masks.get("layout")))
+        return self.through(x, lambda x: mixer(x, positions, length, **masks))
 
     def through(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the block's output for x [b s dim]. ``attend``: a function of the normed x that replaces the attention layer."""
@@ -91,11 +74,8 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
     def over_cache(self, x: Tensor, positions: Tensor, attend: Attend, turns: dict[Rotary, Turns]) -> Tensor:
-        """Return the block's output for x [b s dim] with ``attend(q, k, v)`` as attention.
-
-        ``turns``: those of earlier blocks at ``positions``, extended by the block's own. Computing turns takes a few dozen
-        kernels, about the time of a short product.
-        """
+        """Return the block's output for x [b s dim] with ``attend(q, k, v)`` as attention. ``turns``: those of earlier blocks at
+        ``positions``, extended by the block's own, whose computation takes about the time of a short product."""
         assert isinstance(self.attention, RingAttention), "a model with recurrent layers has no cache"
         embedding = self.attention.rotary
         if shares_turns(embedding) and embedding.rotary not in turns:
@@ -103,15 +83,8 @@ class Block(nn.Module):
         where = turns[embedding.rotary] if shares_turns(embedding) else positions
         return self.through(x, partial(self.attention.attended, attend, positions=where))
 
-    def _again(self, x: Tensor, positions: Any, length: Any, *arrays: Tensor | int | tuple[Any, Any] | None) -> Tensor:
-        """Call ``forward``. All arguments are positional here, because torch.utils.checkpoint saves only positional tensors."""
-        names = "extents", "key_extents", "key_mask", "longest_path", "layout", "dropout_seed", "dropout_offset"
-        named: dict[str, Any] = dict(zip(names, arrays, strict=True))
-        return self.forward(x, positions, length, **named)
-
 
 def mixer_of(config: TransformerConfig, layer: int, ring: LayerRing) -> Mixer:
-    """Make the mixer of layer ``layer`` of a model."""
     sizes = config.mixer(layer)
     if isinstance(sizes, AttentionConfig):
         return RingAttention(**sizes.arguments, **vars(ring))

@@ -18,14 +18,11 @@ from .ring import ContiguousRing, LayerArguments
 
 @dataclass(frozen=True, kw_only=True)
 class PatternArguments(ContiguousRing):
-    """The ring and the patterns of a dilated attention layer, as constructor arguments."""
-
     segments: Sequence[int]
     dilations: Sequence[int]
     mixing: str = "softmax"
 
     def patterns(self, heads: int) -> Patterns:
-        """Return the patterns as a ``Patterns`` record. Raise ValueError if they do not fit a layer of ``heads`` heads."""
         return Patterns(self.segments, self.dilations, self.mixing).checked(heads)
 
 

@@ -13,7 +13,7 @@ from ring_attn_core.problem.options import Options
 
 from ..block import merge
 from ..variants.dilated import dilated_attention
-from .dense_mask import MaskArguments
+from .dense_mask import DenseMaskArguments
 from .dilated import PatternArguments
 from .multihead_base import CallOptions, MultiheadArguments, MultiheadBase
 
@@ -83,14 +83,11 @@ class DilatedAttention(MultiheadBase):
         called = self.patterns.keywords(options) | {"mask": mask.band, "key_mask": mask.key_mask, "length": options.length}
         out = dilated_attention(q, k, v, **called, group=self.ring.group, return_lse=added)
         if added:
-            out = self._with_added_keys(q, *out)
+            out, lse = out
+            if self.add_zero_attn:  # a key of score 0 and value 0
+                out, lse = merge((out, lse), (torch.zeros_like(out), torch.zeros_like(lse)))
+            out = self._with_bias_kv(q, out, lse).to(q.dtype)
         return self._returned(out, query), None
-
-    def _with_added_keys(self, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-        """Add the keys of add_zero_attn and add_bias_kv to an attention result (out, lse). Return the new out in q's dtype."""
-        if self.add_zero_attn:  # a key of score 0 and value 0
-            out, lse = merge((out, lse), (torch.zeros_like(out), torch.zeros_like(lse)))
-        return self._with_bias_kv(q, out, lse).to(q.dtype)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool | None) -> None:
         _check_no_dropout(self.dropout)
@@ -102,7 +99,7 @@ class DilatedAttention(MultiheadBase):
                 "one sequence, so pass equally many; MultiheadAttention takes two sequences"
             )
 
-    def _mask_of(self, q: Tensor, k: Tensor, call_options: CallOptions, options: Options) -> tuple[MaskArguments, Options]:
+    def _mask_of(self, q: Tensor, k: Tensor, call_options: CallOptions, options: Options) -> tuple[DenseMaskArguments, Options]:
         mask, options = super()._mask_of(q, k, call_options, options)
         if mask.extents is not None:
             raise ValueError(

@@ -20,15 +20,13 @@ from ..block import merge
 from ..data.layout import to_layout
 from ..ring.agreement import same_error
 from ..ring.groups import is_dtensor, rank_in, ranks_of, ring_of
-from .dense_mask import MaskArguments, mask_arguments, visible_of, visible_pairs
+from .dense_mask import DenseMaskArguments, mask_arguments, visible_of, visible_pairs
 from .ring import LayerRing
 
 Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 class CallOptions(NamedTuple):
-    """The arguments of ``forward`` that input checks and mask conversion need besides query, key and value."""
-
     key_padding_mask: Tensor | None
     need_weights: bool | None
     attn_mask: Tensor | None
@@ -68,7 +66,7 @@ class MultiheadBase(nn.MultiheadAttention):
         super()._reset_parameters()
         self._qkv_same_embed_dim = False
 
-    def _taken(self, inputs: Tensors, call_options: CallOptions) -> tuple[Tensors, MaskArguments, Options]:
+    def _taken(self, inputs: Tensors, call_options: CallOptions) -> tuple[Tensors, DenseMaskArguments, Options]:
         """Check query, key and value of a call. Return (the three inputs batch-first, this rank's mask, the call's options)."""
         query, key, _ = inputs
         with same_error(ring_of(self.ring.group)):
@@ -82,7 +80,6 @@ class MultiheadBase(nn.MultiheadAttention):
         return (q, k, v), mask, options
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool | None) -> None:
-        """Raise ValueError if attention weights are requested, or if an input has a wrong type, dtype or shape."""
         if need_weights:
             raise ValueError(
                 "need_weights=True asks for the weights of attention, tokens times tokens, which are never made: leave it out, "
@@ -112,12 +109,11 @@ class MultiheadBase(nn.MultiheadAttention):
         """Return an input as [batch, tokens, features]. On 3-D tensors it is its own inverse, as ``_returned`` uses it."""
         return x[None] if x.ndim == 2 else x if self.batch_first else x.transpose(0, 1)
 
-    def _mask_of(self, q: Tensor, k: Tensor, call_options: CallOptions, options: Options) -> tuple[MaskArguments, Options]:
-        """Return the mask of this rank's shards, made of attn_mask and is_causal, and the options with the lengths of attn_mask,
-        if any."""
+    def _mask_of(self, q: Tensor, k: Tensor, call_options: CallOptions, options: Options) -> tuple[DenseMaskArguments, Options]:
+        """Return the mask of this rank's shards, and the options with the lengths of attn_mask, if any."""
         attn_mask = call_options.attn_mask
         if attn_mask is None:
-            return MaskArguments(causal() if call_options.is_causal else full()), options
+            return DenseMaskArguments(causal() if call_options.is_causal else full()), options
         visible = visible_pairs(attn_mask, q.shape[0], self.num_heads)
         ring, layout, lengths = ring_of(self.ring.group), self.options.layout, tuple(visible.shape[1:])
         local = tuple(padded_local(layout, ranks_of(ring), length) for length in lengths)
@@ -130,11 +126,11 @@ class MultiheadBase(nn.MultiheadAttention):
             )
         mask = mask_arguments(visible, call_options.is_causal)
         own = lambda x: to_layout(x, layout, ranks_of(ring)).chunk(ranks_of(ring), 1)[rank_in(ring)]
-        arrays = {name: own(x).expand(q.shape[0], *[-1] * (x.ndim - 1)) for name, x in mask.arrays.items()}
-        return MaskArguments(mask.band, **arrays), replace(options, length=lengths[0], kv_length=lengths[1])
+        each = lambda x: None if x is None else own(x).expand(q.shape[0], *[-1] * (x.ndim - 1))
+        mask = mask._replace(extents=each(mask.extents), key_mask=each(mask.key_mask))
+        return mask, replace(options, length=lengths[0], kv_length=lengths[1])
 
     def _projected(self, *inputs: Tensor) -> Iterator[Tensor]:
-        """Project query, key and value. Yield q, k and v [batch, tokens, heads, head_dim]."""
         separate = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
         weights = separate if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
         biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
@@ -150,13 +146,11 @@ class MultiheadBase(nn.MultiheadAttention):
         return merge((out, lse), (bias_v, score))[0].to(out.dtype)
 
     def _returned(self, out: Tensor, query: Tensor) -> Tensor:
-        """Apply the output projection to out [batch, tokens, heads, head_dim]. Return the result with the axes of ``query``."""
         projected = self.out_proj(out.flatten(2))
         return projected[0] if query.ndim == 2 else self._batch_first(projected)
 
 
 def _present(key_padding_mask: Tensor, key: Tensor, k: Tensor) -> Tensor:
-    """Convert key_padding_mask to bool [batch, tokens of key]: True where a key is not padding."""
     expected = key.shape[:1] if key.ndim == 2 else k.shape[:2]
     if key_padding_mask.shape != expected:
         raise ValueError(

@@ -54,14 +54,11 @@ def offloaded(host: OffloadedTensors, function: Function, x: Tensor, *shared: ob
 
 
 class OffloadedTensors:
-    """The offloaded tensors of the blocks of one forward pass."""
-
     def __init__(self) -> None:
         self._block: OffloadedBlock | None = None
         self._leaving: deque[Page] = deque()
 
     def begin(self) -> None:
-        """Start a new block. Later ``put`` calls add their tensors to this block."""
         self._block = OffloadedBlock(self._block)
 
     def put(self, x: Tensor) -> Page:
@@ -82,7 +79,6 @@ class OffloadedBlock:
         self.pages: WeakSet[Page] = WeakSet()
 
     def fetch(self) -> None:
-        """Start to copy back to the device all pages of the block that are only on the host."""
         for page in list(self.pages):
             page.fetch()
 
@@ -104,7 +100,6 @@ class Page:
             self._copied = None if side is None else side.record_event()
 
     def fetch(self) -> None:
-        """Start to copy the tensor back to the device, if it is only on the host."""
         if self._here is None:
             x = torch.empty(self._shape, dtype=self._pieces[0].dtype, device=self._device)
             self._copy(x, _pieces(x), self._pieces)
@@ -136,7 +131,6 @@ class Page:
 
 
 def _pieces(x: Tensor) -> tuple[Tensor, ...]:
-    """Split a contiguous tensor into views of at most ``PIECE`` bytes."""
     return x.view(-1).split(PIECE // x.element_size())
 
 

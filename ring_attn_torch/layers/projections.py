@@ -45,12 +45,8 @@ class Projections(nn.Module):
         context: Tensor | None = None,
         context_positions: Tensor | None = None,
     ) -> Tensor:
-        """Return the output ``o(attend(q, k, v))`` [b s dim] for x [b s dim], after head norms and rotary embedding of q and
-        k.
-
-        Keys and values [b t kv_heads head_dim] are projected from ``context`` [b t dim], or from x without one. Positions of
-        None are those of the layout; without a context they may be shared Turns. ``attend``: returns [b s heads head_dim].
-        """
+        """Return ``o(attend(q, k, v))`` [b s dim] for x [b s dim], after head norms and rotary embedding of q and k. ``context``
+        [b t dim]: the source of keys and values. Positions of None: the layout's; without a context they may be shared Turns."""
         for name, value in (("x", x), ("context", context)):
             if value is not None and (value.ndim != 3 or value.shape[-1] != self.config.dim):
                 with same_error(ring_of(self.ring.group)):

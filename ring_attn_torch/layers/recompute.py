@@ -35,8 +35,7 @@ def recomputed(function: Function, *inputs: object) -> Tensor:
 
 
 def contexts(put: Callable[[Tensor], Fetch]) -> tuple[StoredResults, StoredResults]:
-    """Return contexts for ``checkpoint``'s first run, which stores each out and lse by ``put``, and its recomputation, which
-    fetches them."""
+    """Return contexts for the first run of ``checkpoint``, which stores (out, lse) by ``put``, and for its recomputation."""
     stored: list[tuple[Fetch, Fetch]] = []
     return RecordPass(put, stored), ReplayPass(stored)
 

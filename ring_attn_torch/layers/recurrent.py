@@ -47,13 +47,11 @@ class Recurrent(nn.Module):
         self.dt_bias, self.A_log = decays["dt_bias"], decays["A_log"]
 
     def check(self, x: Tensor) -> None:
-        """Raise ValueError if x is not [batch, tokens, dim]."""
         if x.ndim != 3 or x.shape[-1] != self.config.dim:
             with same_error(ring_of(self.ring.group)):
                 raise ValueError(f"x must be [batch, tokens, {self.config.dim}], got {list(x.shape)}")
 
     def where(self, length: int | None, extents: Tensor | None, layout: BalancedLayout | None) -> dict[str, Any]:
-        """Return the keywords of a call on shards."""
         return {"group": self.ring.group, "layout": layout or self.ring.layout, "length": length, "extents": extents}
 
 

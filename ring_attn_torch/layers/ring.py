@@ -33,8 +33,7 @@ class LayerRing:
         return ranks_of(ring_of(self.group))
 
     def positions(self, tokens: int, device: torch.device | None = None, layout: BalancedLayout | None = None) -> Tensor:
-        """Return the global positions, int32 [tokens], of this rank's shard, including padding. A balanced ``layout`` ignores
-        ``tokens``."""
+        """Return the global positions, int32 [tokens], of this rank's shard; a balanced ``layout`` ignores ``tokens``."""
         ring = ring_of(self.group)
         if isinstance(layout, BalancedLayout):
             return positions(layout, ranks_of(ring), layout.length, rank_in(ring)).to(device)
@@ -51,8 +50,6 @@ class LayerRing:
 
 @dataclass(frozen=True, kw_only=True)
 class ContiguousRing(LayerRing):
-    """The ring of a layer whose shards are contiguous."""
-
     layout: str = field(default="contiguous", init=False)
     order: str = field(default="ring", init=False)
 
@@ -68,5 +65,4 @@ class LayerArguments:
     param_dtype: torch.dtype | str = "float32"
 
     def __post_init__(self) -> None:
-        """Replace ``param_dtype`` by its name. The config built from these arguments checks the rest."""
         object.__setattr__(self, "param_dtype", dtype_name(self.param_dtype))

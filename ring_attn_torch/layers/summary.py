@@ -21,8 +21,6 @@ from .ring import ContiguousRing, LayerArguments
 
 @dataclass(frozen=True, kw_only=True)
 class SummaryArguments(LayerArguments, ContiguousRing, SparseConfig):
-    """The arguments of SummaryAttention."""
-
     block: int
     summaries: int = 1
     window: int

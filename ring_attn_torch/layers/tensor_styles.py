@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -16,15 +14,9 @@ class Replicated(ParallelStyle):
     """A style that stores a module's weights as replicated DTensors. Inputs and outputs are plain tensors, equal on all ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, input_fn=_replicated, output_fn=_local)  # type: ignore[arg-type]
-
-
-def _replicated(module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-    return tuple(DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs)
-
-
-def _local(module: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
-    return output.to_local()
+        replicated = lambda _, inputs, mesh: tuple(DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs)
+        local = lambda _, output, mesh: output.to_local()
+        return distribute_module(module, device_mesh, input_fn=replicated, output_fn=local)  # type: ignore[arg-type]
 
 
 class Heads(ParallelStyle):

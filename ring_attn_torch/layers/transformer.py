@@ -25,10 +25,9 @@ from ..ring.groups import local, ring_of
 from .activations import caller
 from .auto_shard import ShardedRows, check_alone
 from .block import Block, mixer_of
-from .layout_check import agree_on_places
+from .layout_check import agree_on_places, agree_on_tree
 from .parts import LinearMap, RMSNorm, dtype_name
 from .ring import LayerArguments, LayerRing
-from .tree_agreement import agree_on_tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +40,6 @@ class ModelRing(LayerRing):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerArguments(LayerArguments, ModelRing, TransformerConfig):
-    """The arguments of RingTransformer."""
-
     vocab: int = field(kw_only=False)
     depth: int = field(kw_only=False)
     hidden: int | None = None
@@ -56,8 +53,6 @@ class TransformerArguments(LayerArguments, ModelRing, TransformerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class FromConfig(ModelRing):
-    """The arguments of RingTransformer.from_config."""
-
     config: TransformerConfig = field(kw_only=False)
 
 
@@ -244,7 +239,6 @@ class RingTransformer(nn.Module):
 
 
 def check_ids(ids: Tensor, vocab: int, ring: LayerRing) -> None:
-    """Raise ValueError if a token id is outside 0 .. vocab - 1. The other ranks raise the same error at their next exchange."""
     strange = ids[(ids < 0) | (ids >= vocab)]
     if len(strange):
         with same_error(ring_of(ring.group)):

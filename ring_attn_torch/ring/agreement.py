@@ -45,10 +45,6 @@ class AgreedCall(NamedTuple):
     arguments: tuple[tuple[str, Any], ...]
     each_time: bool = False
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the values that the ranks compare, by name."""
-        return {"call": self.call, **dict(self.arguments)}
-
 
 class History:
     """One rank's record of a process group: the number of calls, the calls agreed on, and the store keys to delete. ``agreed``:
@@ -89,14 +85,15 @@ def agree(call: AgreedCall, group: Group, again: bool = False) -> None:
         if call in record.agreed and not again and record.checked is None:
             record.calls += 1
             return
-        exchange(call.fingerprint(), None, group, timeout(group, call.device))  # type: ignore[arg-type]
+        exchange({"call": call.call, **dict(call.arguments)}, None, group, timeout(group, call.device))  # type: ignore[arg-type]
     if not call.each_time:
         add_newest(record.agreed, call)  # all ranks add, and so later forget, the same calls
 
 
 def refuse(error: Exception, group: Group) -> NoReturn:
-    """Report ``error`` to the other ranks, which read it in their next exchange. Raise the error of the lowest failing rank."""
-    if group is None or ranks_of(group) == 1 or capturing("cuda"):
+    """Report ``error`` to the other ranks, which read it in their next exchange, except under torch.compile. Raise the error of
+    the lowest failing rank."""
+    if torch.compiler.is_compiling() or group is None or group.size() == 1 or capturing("cuda"):
         raise error
     history, verdict = history_of(group), {"error": type(error).__name__, "message": str(error)}
     raise _first_error(_exchange(verdict, history.next_call(), group, GRACE, history.written)) or error from error
@@ -174,19 +171,21 @@ def exchange(call: str | dict[str, Any], what: Any, group: dist.ProcessGroup, pa
     return [verdict.get("value") for verdict in verdicts if verdict]
 
 
+def device_type(x: Any) -> str:
+    """Return the device of a call on ``x``, "cpu" if it is not a tensor, as the call's check will say."""
+    return x.device.type if isinstance(x, torch.Tensor) else "cpu"
+
+
 def timeout(group: dist.ProcessGroup, device: str) -> timedelta:
-    """Return the timeout of the group's communication backend for a device type."""
     options = getattr(group._get_backend(torch.device(device)), "options", None)
     return getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
 
 
 def record_of(group: Group, device: str) -> History:
-    """Return this rank's record of the calls on a group, ``ALONE`` if a call exchanges nothing."""
     return ALONE if group is None or group.size() == 1 or capturing(device) else history_of(group)
 
 
 def history_of(group: dist.ProcessGroup) -> History:
-    """Return this rank's record of the group. Make it at the first call."""
     found = _histories.get(group)
     if found is None:
         found = _histories[group] = History(group)

@@ -55,7 +55,6 @@ def group_name(group: Any) -> str:
 
 @constant
 def group_of(name: str) -> Group:
-    """Return the process group called ``name``, or None if it is ""."""
     return _resolve_process_group(name) if name else None  # type: ignore[arg-type]
 
 
@@ -76,7 +75,6 @@ def is_dtensor(x: Any) -> TypeGuard[DTensor]:
 
 
 def local(x: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor. Return any other tensor unchanged."""
     return x.to_local() if is_dtensor(x) else x
 
 
@@ -89,10 +87,8 @@ def ranks_of(group: Group) -> int:
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """Return the key-value store by which the group's ranks found each other."""
     return dist.distributed_c10d._get_process_group_store(group)
 
 
 def capturing(device: str) -> bool:
-    """Return True if ``device`` is "cuda" and the current stream is capturing a CUDA graph."""
     return device == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

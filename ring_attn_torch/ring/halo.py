@@ -43,7 +43,6 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return ``x`` in at least float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -30,7 +30,7 @@ from ring_attn_core.kernels import driver
 from ..attend.keys import Keys
 from .agreement import exchange, timeout
 from .groups import rank_in, ranks_of
-from .rendezvous import rendezvous
+from .peer_access import rendezvous
 
 FLAG_BYTES = 4096
 """Bytes of a buffer that hold its flags."""
@@ -72,7 +72,6 @@ class Peers:
         exchange("the memory of peers", None, group)  # no rank may write a flag before its owner has set it to 0
 
     def allocate(self, group: dist.ProcessGroup, size: int) -> None:
-        """Allocate this rank's buffer, map the other ranks' buffers, set this rank's flags to 0, and make the second stream."""
         from torch.distributed import _symmetric_memory as symmetric
 
         self._buffer = symmetric.empty(size, dtype=torch.uint8, device=self.device)
@@ -95,19 +94,16 @@ class Peers:
         self.await_end()
 
     def await_end(self) -> None:
-        """Let the main stream wait for the end of the previous pass."""
         if self._ended is not None:
             torch.cuda.current_stream(self.device).wait_event(self._ended)
 
     def end(self, what: str) -> None:
-        """Record the end of a pass. If the GPU misses the group's timeout, end this process with a message that names the pass
-        ``what``."""
+        """Record the end of pass ``what``. If the GPU misses the group's timeout, end this process, with a message."""
         self.running = False
         self._ended = torch.cuda.current_stream(self.device).record_event()
         self._watch.add((self._ended, self.number, what))
 
     def bytes_of(self, rank: int, begin: int, count: int) -> Tensor:
-        """Return ``count`` bytes of a rank's buffer, from byte ``begin`` on."""
         return self._handle.get_buffer(rank, (count,), torch.uint8, begin)
 
     def raise_flag(self, rank: int, kind: int, of: int, value: int, side: bool = False) -> None:
@@ -167,7 +163,6 @@ class Peers:
         return found
 
     def _flag(self, kind: int, of: int) -> int:
-        """Return the index of a flag among the flags of a buffer. For ``kind`` and ``of`` see ``raise_flag``."""
         return kind * self.ranks + of if kind <= GRADIENTS else GRADIENTS * self.ranks + GRADIENT_SLOTS + of
 
     def _stream(self, side: bool) -> int:
@@ -188,7 +183,6 @@ class Watch(threading.Thread):
         self._events.put(end)
 
     def run(self) -> None:
-        """Wait in order for the CUDA event after each pass. End the process if one wait exceeds the group's timeout."""
         driver.exchange_capture_mode(driver.CAPTURE_RELAXED)
         while (end := self._events.get()) is not None:
             event, number, what = end
@@ -251,12 +245,10 @@ def free(group: dist.ProcessGroup) -> None:
 
 
 def copy(to: Sequence[Tensor | None], source: Sequence[Tensor | None]) -> None:
-    """Copy ``source[i]`` into ``to[i]`` for each i, on the current stream; the host does not wait. Skip a pair with None."""
     for there, here in zip(to, source, strict=True):
         if there is not None and here is not None:
             there.copy_(here, non_blocking=True)
 
 
 def aligned(size: int) -> int:
-    """Round a number of bytes up to a multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import starmap
 from typing import Any
 from weakref import WeakSet
 
@@ -15,25 +16,30 @@ Arrays = tuple[Any, ...]
 
 
 class Transfer:
-    """A transfer in flight. ``wait`` returns the arriving arrays; afterwards the memory of the sent ones may be reused."""
+    """A transfer of the works that ``start`` returns. ``wait`` returns the arriving arrays; afterwards the memory of the sent
+    ones may be reused. Both raise LostRank, with the ``awaited`` ranks' names, if the transfer fails."""
 
-    def __init__(self, arriving: Arrays, sent: Arrays, awaited: Callable[[], str] = str, group: Group = None) -> None:
-        self.works: list[Any] = []
-        self._arriving, self._sent = arriving, sent
-        self._awaited, self._group = awaited, group
+    def __init__(
+        self,
+        arriving: Arrays,
+        sent: Arrays,
+        awaited: Callable[[], str] = str,
+        group: Group = None,
+        start: Callable[[], Iterable[Any]] = tuple,
+    ) -> None:
+        self._arriving, self._sent, self._awaited, self._group = arriving, sent, awaited, group
+        try:
+            self._works = [*start()]
+        except RuntimeError as error:  # gloo detects a lost connection here
+            raise lost(error, awaited(), group) from error
 
     def wait(self) -> Any:
-        """Wait for the arriving arrays and return them. Raise LostRank, with the awaited ranks' names, if the transfer fails."""
         try:
-            for work in self.works:
+            for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            raise self.lost(error) from error
+            raise lost(error, self._awaited(), self._group) from error
         return self._arriving
-
-    def lost(self, error: RuntimeError) -> LostRank:
-        """Return the error that names the ranks that this transfer waited for."""
-        return lost(error, self._awaited(), self._group)
 
 
 class LostRank(RuntimeError):
@@ -67,14 +73,8 @@ def _named(rank: int, group: Group) -> str:
     return f"rank {rank}" if everywhere == rank else f"rank {rank} (process {everywhere} of torch.distributed)"
 
 
-def send(arrays: Arrays, hop: int, group: Group) -> Transfer:
-    """Send ``arrays``, in one batch without None, to the rank ``hop`` ranks after this, and receive from ``hop`` before. 0 sends
-    nothing."""
-    return send_inside(arrays, hop, ranks_of(group), group)
-
-
-def send_inside(arrays: Arrays, hop: int, ranks: int, group: Group) -> Transfer:
-    """Send ``arrays`` as ``send`` does, but within groups of ``ranks`` consecutive ranks, each of which is a ring of its own."""
+def send(arrays: Arrays, hop: int, group: Group, ranks: int | None = None) -> Transfer:
+    """Send ``arrays``, in one batch without None, as ``swap`` does; 0 hops send nothing."""
     if hop == 0:
         return Transfer(arrays, arrays)
     sent = _contiguous(arrays)
@@ -91,15 +91,15 @@ def swap(sent: Arrays, arriving: Arrays, hop: int, group: Group, ranks: int | No
     to, from_ = first + (place + hop) % ranks, first + (place - hop) % ranks
     operations = [dist.P2POp(dist.isend, x, group=group, group_peer=to) for x in sent if x is not None]
     operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=from_) for x in arriving if x is not None]
-    return _started(operations, Transfer(arriving, sent, lambda: _neighbours(to, from_, group), group))
+    start = lambda: dist.batch_isend_irecv(operations) if operations else ()
+    return Transfer(arriving, sent, lambda: _neighbours(to, from_, group), group, start)
 
 
 _connected: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def connect(group: Group, device: torch.device) -> None:
-    """Run one all-reduce over ``group``, once, to create its NCCL communicator. All ranks must join a group's first call: a batch
-    of sends and receives between only some would hang. gloo needs no communicator."""
+    """Create the NCCL communicator of ``group`` by one all-reduce: a first batch of sends between only some ranks would hang."""
     if group is not None and device.type != "cpu" and group not in _connected:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         _connected.add(group)
@@ -119,21 +119,16 @@ def exchange(arrays: Arrays, first: int, group: Group) -> Transfer:
         else:
             operations += [dist.P2POp(dist.isend, x[i], group=group, group_peer=peer) for x, _ in pairs]
             operations += [dist.P2POp(dist.irecv, there[i], group=group, group_peer=peer) for _, there in pairs]
-    return _started(operations, Transfer(arriving, sent, lambda: _others(ranks, group), group))
+    start = lambda: dist.batch_isend_irecv(operations) if operations else ()
+    return Transfer(arriving, sent, lambda: _others(ranks, group), group, start)
 
 
 def send_parts(sent: Arrays, counts: Sequence[int], arriving: Arrays, sizes: Sequence[int], group: Group) -> Transfer:
     """Send ``counts[i]`` rows of each array to rank i and receive ``sizes[i]`` rows from it, in order; both 0 for this rank."""
     meets = [peer for peer in range(len(counts)) if counts[peer] or sizes[peer]]
-    transfer = Transfer(arriving, sent, lambda: _others(meets, group), group)
-    try:
-        for x, there in zip(sent, arriving, strict=True):
-            if x is not None:
-                work = dist.all_to_all_single(there[: sum(sizes)], x, [*sizes], [*counts], group, async_op=True)
-                transfer.works.append(work)
-    except RuntimeError as error:  # gloo detects a lost connection here
-        raise transfer.lost(error) from error
-    return transfer
+    pairs = [(x, there) for x, there in zip(sent, arriving, strict=True) if x is not None]
+    swapped = lambda x, there: dist.all_to_all_single(there[: sum(sizes)], x, [*sizes], [*counts], group, async_op=True)
+    return Transfer(arriving, sent, lambda: _others(meets, group), group, lambda: starmap(swapped, pairs))
 
 
 def all_gather(arrays: Arrays, group: Group) -> Transfer:
@@ -141,30 +136,14 @@ def all_gather(arrays: Arrays, group: Group) -> Transfer:
     ranks = ranks_of(group)
     sent = _contiguous(arrays)
     arriving: Arrays = tuple([x if x is None else x.new_empty(ranks, *x.shape) for x in sent])
-    transfer = Transfer(arriving, sent, lambda: _others(range(ranks), group), group)
-    try:
-        for x, there in zip(sent, arriving, strict=True):
-            if x is not None and x.numel():
-                transfer.works.append(dist.all_gather_into_tensor(there.flatten(0, 1), x, group=group, async_op=True))
-    except RuntimeError as error:
-        raise transfer.lost(error) from error
-    return transfer
+    pairs = [(x, there.flatten(0, 1)) for x, there in zip(sent, arriving, strict=True) if x is not None and x.numel()]
+    gathered = lambda x, there: dist.all_gather_into_tensor(there, x, group=group, async_op=True)
+    return Transfer(arriving, sent, lambda: _others(range(ranks), group), group, lambda: starmap(gathered, pairs))
 
 
 def _contiguous(arrays: Arrays) -> Arrays:
-    """Return the ``arrays`` as contiguous arrays to send. None stays None."""
     return tuple([x if x is None else x.contiguous() for x in arrays])
 
 
 def _alike(arrays: Arrays) -> Arrays:
-    """Return uninitialized receive buffers with the shapes and dtypes of ``arrays``. None stays None."""
     return tuple([x if x is None else torch.empty_like(x) for x in arrays])
-
-
-def _started(operations: list[dist.P2POp], transfer: Transfer) -> Transfer:
-    """Start the ``operations`` in one batch, add them to ``transfer.works``, and return ``transfer``."""
-    try:
-        transfer.works += dist.batch_isend_irecv(operations) if operations else []
-    except RuntimeError as error:  # gloo detects a lost connection here
-        raise transfer.lost(error) from error
-    return transfer

@@ -42,7 +42,6 @@ class Labels(NamedTuple):
 
     @property
     def slices(self) -> Iterator[slice]:
-        """Return an iterator over the chunks, each as a slice of tokens."""
         tokens = self.labels.shape[0]
         step = even_chunk(tokens, self.chunk)
         return (slice(start, min(start + step, tokens)) for start in range(0, tokens, step))
@@ -195,16 +194,19 @@ def _of_hidden(
 
 
 def strange_labels(labels: Tensor, ignored: int, vocab: int) -> Tensor:
-    """Return a bool mask of the labels that are neither ``ignored`` nor in a vocabulary of ``vocab`` ids."""
     return (labels != ignored) & ((labels < 0) | (labels >= vocab))
 
 
-def _minus_one_hot(p: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """Subtract 1 from ``p`` [n vocab] at each label, in place. An ignored label's row becomes 0, an invalid label's NaN."""
-    wrong = strange_labels(labels, ignored, p.shape[-1])[:, None]
+def _plus_at_labels(x: Tensor, added: Tensor, labels: Tensor, ignored: int) -> Tensor:
+    """Add ``added`` [n 1] to ``x`` [n vocab] at labels, in place. An ignored label's row becomes 0, an invalid one's NaN."""
+    wrong = strange_labels(labels, ignored, x.shape[-1])[:, None]
     left_out = (labels == ignored)[:, None] | wrong
-    p.masked_fill_(left_out, 0).masked_fill_(wrong, torch.nan)
-    return p.scatter_add_(1, labels[:, None].masked_fill(left_out, 0), left_out.to(p.dtype) - 1)
+    x.masked_fill_(left_out, 0).masked_fill_(wrong, torch.nan)
+    return x.scatter_add_(1, labels[:, None].masked_fill(left_out, 0), added.masked_fill(left_out, 0))
+
+
+def _minus_one_hot(p: Tensor, labels: Tensor, ignored: int) -> Tensor:
+    return _plus_at_labels(p, p.new_full((len(p), 1), -1), labels, ignored)
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -215,7 +217,6 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _plus_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Add the matrix product ``a b`` to ``total`` in place, in total's dtype."""
     if a.is_cuda and a.dtype != total.dtype:
         return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     return total.addmm_(a.to(total.dtype), b.to(total.dtype))

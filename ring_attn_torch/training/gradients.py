@@ -1,9 +1,12 @@
-"""Summation of a module's gradients over the ranks."""
+"""Summation of a module's gradients over the ranks, also after FSDP2 or tensor parallelism has reduced some of them."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from functools import reduce
+from math import prod
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,13 +15,52 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ring.groups import Group, is_dtensor, local, rank_in, ranks_of, ring_of
-from .sharded import GradientReduction, dim_ranks, reduced_by_fsdp
 from .weights import named_parameters
 
 SUMMED = "_ring_attn_summed"
 """The attribute of a gradient that holds its versions, and the ranks over which it was summed."""
 means_of_rings: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
 """Models of transformers whose last backward was of a mean over the labels of one ring, and the ranks of that ring."""
+
+
+class GradientReduction(NamedTuple):
+    """FSDP's reduction of a gradient: the sum over ``ranks`` (a tuple for each dim of FSDP's mesh), divided by ``divisor``."""
+
+    ranks: list[tuple[int, ...]]
+    divisor: float
+
+
+def dim_ranks(p: nn.Parameter) -> list[tuple[int, ...]]:
+    """Return, for each dim of a DTensor's mesh, the ranks of this rank's process group along that dim; [] for a plain tensor."""
+    if not is_dtensor(p):
+        return []
+    return [ranks_in(p.device_mesh.get_group(dim)) for dim in range(p.device_mesh.ndim)]
+
+
+def ranks_in(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def reduced_by_fsdp(module: nn.Module) -> dict[nn.Parameter, GradientReduction]:
+    """Return the gradient reduction of each parameter that ``fully_shard`` has sharded, from private attributes of FSDP."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # takes a second to import; if not imported yet, it has sharded nothing
+    found: dict[nn.Parameter, GradientReduction] = {}
+    if fsdp is None or not hasattr(fsdp, "FSDPModule"):
+        return found
+    for each in module.modules():
+        if isinstance(each, fsdp.FSDPModule):
+            state: Any = each._get_fsdp_state()  # type: ignore[operator]
+            one = getattr(state, "_fsdp_param_group", None)
+            for group in getattr(state, "_fsdp_param_groups", [] if one is None else [one]):
+                found |= dict.fromkeys((x.sharded_param for x in group.fsdp_params), _reduced(group))
+    return found
+
+
+def _reduced(group: Any) -> GradientReduction:
+    kinds = (getattr(group.mesh_info, f"{kind}_process_group", None) for kind in ("shard", "replicate"))
+    ranks = [ranks_in(each) for each in kinds if each is not None]
+    factor = group.gradient_divide_factor
+    return GradientReduction(ranks, float(prod(map(len, ranks)) if factor is None else factor))
 
 
 def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
@@ -86,8 +128,7 @@ def _versions(gradient: Tensor) -> tuple[int, int]:
 
 
 def _placed(gradient: Tensor, p: nn.Parameter) -> Tensor:
-    """Return the gradient in its parameter's placements: tensor parallelism holds a norm of heads whole, but its gradient as
-    partial sums."""
+    """Return the gradient in its parameter's placements: that of a norm of heads, held whole, is in partial sums."""
     if is_dtensor(p) and is_dtensor(gradient) and gradient.placements != p.placements:
         return gradient.redistribute(placements=p.placements)
     return gradient

@@ -4,9 +4,8 @@
     H_i    = - sum_v p_iv log p_iv                                       p_i = softmax(logits_i)
     dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)   [v = l]: 1 if v is the label, else 0
 
-Here dx is the gradient of the caller's loss with respect to x. The backward recomputes logits from hidden states. Temporary
-arrays [tokens, vocab] hold one chunk of tokens. Only the gradient of logits that the caller passed holds all tokens, in the
-logits' dtype. Logits and softmax are computed in at least float32.
+Here dx is the gradient of the caller's loss with respect to x. The backward recomputes logits from hidden states. For memory and
+precision see ``cross_entropy.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 from ring_attn_core.model.chunks import check_dtypes, check_loss, check_temperature
 
 from ..ring.derivatives import one_derivative
-from .cross_entropy import Labels, _plus_product, _product, strange_labels
+from .cross_entropy import Labels, _plus_at_labels, _plus_product, _product, strange_labels
 from .loss import _check
 
 
@@ -92,7 +91,7 @@ class _Values(torch.autograd.Function):
                 factor = dlogp[rows, None]
                 if h is not None and dh is not None:
                     factor = logp.add_(h[rows, None]).mul_(dh[rows, None]).add_(factor).masked_fill_(p == 0, 0)
-                dlogits = _plus_at_labels(p.mul_(factor).neg_(), dlogp[rows], labels[rows], of.ignored)
+                dlogits = _plus_at_labels(p.mul_(factor).neg_(), dlogp[rows, None], labels[rows], of.ignored)
                 narrow = dlogits.div_(ctx.temperature).to(x.dtype)
                 if dx is not None:
                     dx[rows] = narrow if weight is None else narrow @ weight
@@ -131,12 +130,3 @@ def _logits(
     ``x``: hidden states [n dim] if ``weight`` [vocab dim] is passed, else logits [n vocab]."""
     x = x.masked_fill((labels == ignored)[:, None], 0)
     return x, (x.to(dtype) if weight is None else _product(x, weight.t(), dtype)).div_(temperature)
-
-
-def _plus_at_labels(dlogits: Tensor, dlogp: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """Add ``dlogp`` [n] to ``dlogits`` [n vocab] at labels, in place. An ignored label's row becomes 0, an invalid one's NaN."""
-    wrong = strange_labels(labels, ignored, dlogits.shape[-1])
-    left_out = (labels == ignored) | wrong
-    dlogits.masked_fill_(left_out[:, None], 0).masked_fill_(wrong[:, None], torch.nan)
-    index = labels.masked_fill(left_out, 0)[:, None]
-    return dlogits.scatter_add_(1, index, dlogp.masked_fill(left_out, 0)[:, None])

@@ -57,8 +57,7 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def save_adapters(model: nn.Module, lora: LoRA, folder: str | Path, base: str | None, group: Group) -> None:
-    """Save the adapters in ``folder`` in the format of peft. Each rank of ``group`` must call it; rank 0 writes. ``base``: the
-    folder or name of the base model, or None."""
+    """Save the adapters in the format of peft; each rank must call it. ``base``: the base model's folder or name, or None."""
     from safetensors.torch import save_file
 
     with torch.no_grad():
@@ -68,7 +67,6 @@ def save_adapters(model: nn.Module, lora: LoRA, folder: str | Path, base: str | 
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, LinearMap, Adapter]]:
-    """Yield (name, linear map, adapter) of each linear map with an adapter."""
     for name, module in model.named_modules():
         if isinstance(module, LinearMap) and isinstance(module.adapter, Adapter):
             yield name, module, module.adapter

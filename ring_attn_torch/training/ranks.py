@@ -73,7 +73,6 @@ def check_ranks(what: Any, group: dist.ProcessGroup | DeviceMesh | None = None) 
 
 
 def _entries(what: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, tensor or value) of each entry in ``what``. ``name``: the prefix of the dotted names."""
     if isinstance(what, nn.Module):
         inside: Any = [*what.named_parameters(), *what.named_buffers()]
     elif isinstance(what, Mapping):
@@ -102,8 +101,7 @@ def _check(name: str, x: Any) -> None:
 
 
 def _replica(owner: tuple[str, int], x: Any) -> Replica:
-    """Return the record of this rank's ``x``: its kind, and its value as text, or a digest of its bytes if it is a tensor.
-    ``owner``: this rank, as ("rank", index). A DTensor's digest is that of its local shard."""
+    """Return the record of ``x``: its kind, and its value as text, or a digest of its bytes. ``owner``: ("rank", index)."""
     if not isinstance(x, Tensor):
         return plain_replica(owner, x)
     kind = "Tensor" if not isinstance(x, nn.Parameter) else "Parameter" if x.requires_grad else "frozen Parameter"
@@ -135,37 +133,44 @@ def _part(x: DTensor) -> str:
 def together(call: str, ring: Group) -> Iterator[list[str]]:
     """Run the ``with`` block. If it fails on any rank, every rank of ``ring`` raises the error of the lowest failing rank.
 
-    An OSError stays one; any other becomes a ValueError: a RankDifference if another rank had none, or if the texts appended
-    to the yielded list differ between ranks. Every rank must enter with the same ``call``. A failing rank waits 5 seconds for
-    the others, and raises its own error if one of them does not arrive.
+    See ``_exchange_errors``. Raise a RankDifference if another rank had no error, or if the texts appended to the yielded list
+    differ between ranks. Every rank must enter with the same ``call``.
     """
     error, alike = None, list[str]()
     try:
         yield alike
     except Exception as objection:
         error = objection
+    reports = _exchange_errors(call, error, {"alike": alike}, ring, RankDifference)
+    check_alike(f"what ranks have read while {call}", "rank", [", ".join(each["alike"]) for each in reports])
+
+
+def _exchange_errors(
+    call: str, error: Exception | None, mine: dict[str, Any], ring: Group, other: type[Exception] = ValueError
+) -> list[dict[str, Any]]:
+    """Exchange errors and ``mine``, and return ``mine`` of all ranks. Raise the lowest failing rank's error on all: an OSError
+    stays one, any other becomes a ValueError, or ``other`` if a rank has none. A failing rank waits 5 seconds for the others, and
+    raises its own error if one does not arrive."""
     if ring is None or ranks_of(ring) == 1:
         if error is not None:
             raise error
-        return
+        return [mine]
     try:
-        mine = {"error": error and [isinstance(error, OSError), str(error)], "alike": alike}
-        everybody = exchange(call, mine, ring, GRACE if error else None)
+        mine = mine | {"error": error and [isinstance(error, OSError), str(error)]}
+        reports = exchange(call, mine, ring, GRACE if error else None)
     except RuntimeError:
         if error is None:
             raise
         raise error from None
-    errors = [report["error"] for report in everybody]
-    for rank, report in enumerate(errors):
-        if report is not None:
-            raise (OSError if report[0] else RankDifference if None in errors else ValueError)(
-                f"rank {rank}: {report[1]}"
-            ) from error
-    check_alike(f"what ranks have read while {call}", "rank", [", ".join(report["alike"]) for report in everybody])
+    errors = [each["error"] for each in reports]
+    for rank, each in enumerate(errors):
+        if each is not None:
+            kind = OSError if each[0] else other if None in errors else ValueError
+            raise kind(f"rank {rank}: {each[1]}") from error
+    return reports
 
 
 def check_kinds(call: str, tensors: Mapping[str, Tensor], ring: Group) -> None:
-    """Raise ValueError on every rank, all of which call it, if names, dtypes, shapes or placements of tensors differ."""
     if ring is None or ranks_of(ring) == 1:
         return
     table = {name: [Replica(("rank", rank_in(ring)), _kind("Tensor", x), "")] for name, x in tensors.items()}
@@ -176,30 +181,15 @@ def check_kinds(call: str, tensors: Mapping[str, Tensor], ring: Group) -> None:
 def agreed(call: str, function: Callable[[], Any], ring: Group, **alike: int | str | None) -> list[Any]:
     """Call ``function`` on every rank, and return a list of all ranks' return values, which must be JSON values.
 
-    Every rank of ``ring`` must pass the same ``call``, and equal values ``alike``. If a rank fails, every rank raises the
-    error of the lowest: an OSError stays one, any other becomes a ValueError. A failing rank waits 5 seconds for the others,
-    and raises its own error if one of them does not arrive.
+    Every rank of ``ring`` must pass the same ``call``, and equal values ``alike``. Errors: see ``_exchange_errors``.
     """
     error, value = None, None
     try:
         value = function()
     except Exception as objection:  # any exception, since the other ranks wait for this rank
         error = objection
-    if ring is None or ranks_of(ring) == 1:
-        if error is not None:
-            raise error
-        return [value]
-    objection = error and [isinstance(error, OSError), str(error)]
-    mine = {"error": objection, "value": value, "alike": {name: in_words(x) for name, x in alike.items()}}
-    try:
-        gathered = exchange(call, mine, ring, GRACE if error else None)
-    except RuntimeError:
-        if error is None:
-            raise
-        raise error from None
-    for rank, each in enumerate(gathered):
-        if each["error"] is not None:
-            raise (OSError if each["error"][0] else ValueError)(f"rank {rank}: {each['error'][1]}") from error
+    mine = {"value": value, "alike": {name: in_words(x) for name, x in alike.items()}}
+    gathered = _exchange_errors(call, error, mine, ring)
     for name in alike:
         values = [each["alike"][name] for each in gathered]
         if len(set(values)) > 1:
@@ -208,5 +198,4 @@ def agreed(call: str, function: Callable[[], Any], ring: Group, **alike: int | s
 
 
 def by_rank(name: str, values: list[Any]) -> str:
-    """Return a text that lists the value of each rank, such as "step is 3 on rank 0, 4 on rank 1"."""
     return f"{name} is {', '.join(f'{value} on rank {rank}' for rank, value in enumerate(values))}"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,7 @@ from ring_attn_core.model.weight_saving import check_savable, replacing, write
 
 from ..layers.parts import dtype_name
 from ..layers.transformer import RingTransformer
-from ..ring.agreement import exchange
-from ..ring.groups import Group, is_dtensor, rank_in, ranks_of, ring_of
+from ..ring.groups import Group, is_dtensor, rank_in, ring_of
 from .ranks import agreed, check_kinds, together
 from .weights import named_parameters
 
@@ -83,8 +82,12 @@ def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], rin
             try:
                 with together(LOADING, group) as alike:
                     held = kept.enter_context(opened_folder(folder, "pt", str(torch.get_default_device())))
-                    config = naming.config(held)
-                    empty = described(held, with_dtypes(config, *dtypes), naming, ring)
+                    config, named = naming.config(held), zip(("param_dtype", "compute_dtype"), dtypes, strict=True)
+                    own = replace(config, **{name: dtype_name(x) for name, x in named if x is not None})
+                    with torch.device("meta"):
+                        model = RingTransformer.from_config(own, **ring)
+                    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+                    files = sources(held, shapes, naming.renamed, naming.ignored(own))
                     alike.append(held.digest(config))
             except RankDifference as error:
                 if pause is None:
@@ -92,44 +95,21 @@ def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], rin
                 time.sleep(pause)
                 continue
             with together(LOADING, group):
-                model = filled(empty, held)
+                _fill(model, files, held)
                 held.check_unwritten()
             return model
     raise AssertionError("the last of the pauses is None")
 
 
-def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> TransformerConfig:
-    """Return the config with dtype ``kept`` for the weights and ``computed`` for the computation. None keeps the config's."""
-    dtypes = {"param_dtype": kept, "compute_dtype": computed}
-    return replace(config, **{name: dtype_name(x) for name, x in dtypes.items() if x is not None})
-
-
-class Empty(NamedTuple):
-    """A model on the meta device. ``files``: by file, a dict from each weight's name in the model to its name in the file."""
-
-    model: RingTransformer
-    files: dict[Path, dict[str, str]]
-
-
-def described(held: WeightFolder, config: TransformerConfig, naming: Naming, ring: dict[str, Any]) -> Empty:
-    """Return the model of ``config`` without weights, and the weights to read from each file of the open folder ``held``."""
-    with torch.device("meta"):
-        model = RingTransformer.from_config(config, **ring)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    return Empty(model, sources(held, shapes, naming.renamed, naming.ignored(config)))
-
-
-def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
-    """Load the weights from the open folder ``held`` into the model, one at a time, and return the model."""
-    model = empty.model
+def _fill(model: RingTransformer, files: dict[Path, dict[str, str]], held: WeightFolder) -> None:
+    """Load weights into a model on the meta device, one at a time. ``files``: by file, {name in the model: name in the file}."""
     kept = dict(model.named_parameters())
     state = {}
-    for file, names in empty.files.items():
+    for file, names in files.items():
         weights = held.files[file].weights
         for name, theirs in names.items():
             state[name] = weights.get_tensor(theirs).to(kept[name].dtype, copy=True)  # copied out of the mapped file
     model.load_state_dict(state, assign=True)
-    return model
 
 
 def save_folder(
@@ -139,8 +119,7 @@ def save_folder(
     renamed: Callable[[str], str],
     ring: Group,
 ) -> None:
-    """Save in ``folder`` the RingTransformer's weights, ``renamed``, and the other files, by name, that ``files(config)``
-    returns. Every rank of ``ring`` must call ``save_folder``; if one fails, all raise the same error."""
+    """Save the RingTransformer's weights, ``renamed``, and ``files(config)``. Every rank of ``ring`` must call it."""
     from safetensors.torch import save_file
 
     parameters: dict[str, nn.Parameter] = {}
@@ -159,31 +138,23 @@ def save_folder(
 
     agreed(SAVING, check, ring)
     check_kinds(SAVING, parameters, ring)
-    weights, error = _whole(parameters), None
-    try:
-        if ring is None or rank_in(ring) == 0:
-            with replacing(folder, beside) as new:
-                for name, content in beside.items():
-                    (new / name).write_bytes(content)
-                write(new, ((renamed(name), x) for name, x in weights), save_file)
-    except Exception as objection:
-        error = objection
-    try:
-        for _ in weights:  # ranks that do not write, or failed in the middle, take part in gathering the shards
-            pass
-    except Exception as objection:
-        error = error or objection
-    if ring is None or ranks_of(ring) == 1:
-        if error is not None:
-            raise error
-        return
-    for rank, failure in enumerate(exchange(SAVING, error and [isinstance(error, OSError), str(error)], ring)):
-        if failure is not None:
-            raise (OSError if failure[0] else ValueError)(f"rank {rank}: {failure[1]}") from error
+    weights = _whole(parameters)
+
+    def save() -> None:
+        try:
+            if ring is None or rank_in(ring) == 0:
+                with replacing(folder, beside) as new:
+                    for name, content in beside.items():
+                        (new / name).write_bytes(content)
+                    write(new, ((renamed(name), x) for name, x in weights), save_file)
+        finally:
+            for _ in weights:  # ranks that do not write, or failed in the middle, take part in gathering the shards
+                pass
+
+    agreed(SAVING, save, ring)
 
 
 def transformer_in(model: nn.Module) -> RingTransformer:
-    """Return the RingTransformer in ``model``, which may be wrapped. Raise ValueError if it contains none."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, RingTransformer):
             return module

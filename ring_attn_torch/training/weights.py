@@ -52,7 +52,6 @@ def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a module by name, without the prefixes that wrappers such as DDP add."""
     return named((inside(module, name), p) for name, p in module.named_parameters())
 
 

@@ -8,20 +8,6 @@ Example:
     with ring.sequence_parallel(model):             # global input_ids and labels, the same on every rank
         model(input_ids=ids, labels=ids).loss.backward()
     ring.RingTrainer(model=model, args=args, train_dataset=rows).train()  # or this, outside of sequence_parallel
-
-The files:
-
-    parallel.py     sequence_parallel and enable: the hooks before and after each call of a model
-    models.py       the models that are refused, and why
-    arguments.py    the arguments of a call and of a Trainer: checked, and compared between ranks
-    documents.py    documents and prefix trees in the rows of a call, and their balanced layout
-    shards.py       from global input_ids, labels and images to this rank's shards
-    mixers.py       the mixers of hybrid models, linear recurrences and convolutions, over the ring
-    masks.py        from transformers' masks to bands and intervals, by samples of position pairs
-    attention.py    attention of one layer over the ring, and the changes to a model that lead to it
-    loss.py         the loss over the labels of all ranks, and the auxiliary loss of mixture-of-experts models
-    cache.py        the cache of generate, and a call that continues it
-    trainer.py      RingTrainer and RingTraining, also for trl's Trainers
 """
 
 from __future__ import annotations
@@ -50,7 +36,6 @@ __all__ = ["RingTrainer", "RingTraining", "enable", "sequence_parallel"]
 
 
 def __dir__() -> list[str]:
-    """Return the names in this module, including those imported on first access."""
     return sorted({*globals(), *__all__})
 
 

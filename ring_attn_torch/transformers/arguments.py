@@ -1,8 +1,6 @@
 """The argument checks of a model call inside ``sequence_parallel``, before the model runs, and of TrainingArguments.
 
-If one rank refuses a call, every rank raises. At each call, the ranks exchange the names of the passed arguments, the dtypes and
-shapes of tensors, and the plain values (numbers, bools, text). They also exchange digests of label_weights, of the tree and of
-tensors that are not floating point. If any of these differ, the error names the argument.
+If one rank refuses a call, every rank raises. At each call the ranks exchange what ``_description`` and ``_content`` return.
 """
 
 from __future__ import annotations
@@ -64,7 +62,6 @@ REFUSED_IN_TRAINING = {
 
 
 def checked_arguments(model: PreTrainedModel, ring: CallRing, args: tuple[object, ...], kwargs: dict[str, Any]) -> CallArguments:
-    """Return a call's checked arguments. Raise ValueError on all ranks if an argument is unsupported or differs between ranks."""
     with same_error(ring.group):
         _check_attends(model)
         by_name = _by_name(model, args, kwargs)
@@ -84,7 +81,6 @@ def checked_arguments(model: PreTrainedModel, ring: CallRing, args: tuple[object
 def check_weights(
     model: nn.Module, ring: CallRing, prefix: str = "", ranks: str = "the ring", remedy: str = SAME_WEIGHTS
 ) -> None:
-    """Raise ValueError if the byte sum of an unsharded weight differs between ranks. The texts are for the error."""
     whole = {name: p.detach() for name, p in model.named_parameters() if not (is_dtensor(p) or p.is_meta)}
     if ring.ranks == 1 or not whole:
         return
@@ -96,13 +92,11 @@ def check_weights(
 
 
 def _differences(of_ranks: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
-    """Yield each (rank, name) by which a rank's dict differs from that of rank 0."""
     for rank, mine in enumerate(of_ranks):
         yield from ((rank, name) for name in {**of_ranks[0], **mine} if of_ranks[0].get(name) != mine.get(name))
 
 
 def _check_attends(model: PreTrainedModel) -> None:
-    """Raise ValueError if the config's attention implementation was changed inside sequence_parallel."""
     got = model.config.get_text_config()._attn_implementation
     if got != NAME:
         raise ValueError(
@@ -112,8 +106,7 @@ def _check_attends(model: PreTrainedModel) -> None:
 
 
 def _by_name(model: PreTrainedModel, args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call that are not None, by name, with the cache under the name that ``model`` uses. Raise
-    ValueError if any but input_ids is positional, or if the cache has both names."""
+    """Return the arguments of a call that are not None, by name, with the cache under the name that ``model`` uses."""
     if len(args) > 1 or (args and "input_ids" in kwargs):
         raise ValueError(
             "inside sequence_parallel pass the arguments of the model by name; only input_ids may come first without"
@@ -125,7 +118,6 @@ def _by_name(model: PreTrainedModel, args: tuple[object, ...], kwargs: dict[str,
 
 
 def _tokens(call_arguments: dict[str, Any]) -> Tensor:
-    """Return input_ids or inputs_embeds. Raise ValueError unless exactly one is passed, as a plain Tensor, not a DTensor."""
     if ("input_ids" in call_arguments) == ("inputs_embeds" in call_arguments):
         got = ", ".join(call_arguments) or "nothing"
         raise ValueError(f"the model takes either input_ids or inputs_embeds inside sequence_parallel, got {got}")
@@ -149,7 +141,6 @@ def _check_ids(call: CallArguments) -> None:
 
 
 def _check(call: CallArguments) -> None:
-    """Raise ValueError if arguments cannot be sharded, do not match the tokens, or need an unsupported loss."""
     model, (_, length), name, cached = call.model, call.shape, call.name, call.cache is not None
     if cached:
         _check_cached(call)
@@ -197,7 +188,6 @@ def _check(call: CallArguments) -> None:
 
 
 def _check_fused_head(call: CallArguments) -> None:
-    """Raise ValueError if a call with ``fused_lm_head=True``, for the head of trl, cannot run."""
     if not call.by_name.get("fused_lm_head"):
         return
     who = f"{call.name} got fused_lm_head=True"
@@ -212,7 +202,6 @@ def _check_fused_head(call: CallArguments) -> None:
 
 
 def _description(call_arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the dtype and shape of each tensor argument, plain values themselves, and the type names of other values."""
     plain = lambda x: x if isinstance(x, int | float | str | bool) else type(x).__name__
     return {name: [str(x.dtype), *x.shape] if isinstance(x, Tensor) else plain(x) for name, x in sorted(call_arguments.items())}
 
@@ -242,7 +231,6 @@ def _compare(exchanged: list[list[Any]]) -> None:
 
 
 def _check_cached(call: CallArguments) -> None:
-    """Raise ValueError if the arguments of a call do not continue its cache."""
     (batch, tokens), cache, given = call.shape, call.cache, call.by_name
     before, mask, keep = cache.tokens, given.get("attention_mask"), given.get("logits_to_keep", 1)
     if cache.kv is not None and cache.kv.spec.batch != batch:
@@ -274,7 +262,6 @@ def _check_cached(call: CallArguments) -> None:
 
 
 def check_training_arguments(args: TrainingArguments) -> None:
-    """Raise ValueError if RingTraining does not support TrainingArguments, or if transformers is older than ``OLDEST``."""
     if Version(transformers.__version__) < OLDEST:
         raise ValueError(
             f"RingTrainer needs transformers {OLDEST} or newer, whose Trainer counts the labels of a row that ranks share once, "

@@ -1,12 +1,8 @@
 """The attention function ``"ring"`` for transformers, and the changes to a model that make it call this function.
 
-``ring_attention_forward`` calls ``ring_attention`` with one layer's q, k and v of this rank's tokens, and a mask from
-``ring_mask``. Inside ``sequence_parallel`` each module of a model holds a copy of its config, and the copy is set to "ring"
-(``ring_configs``). Other models that share the config are not affected. Layers under activation checkpointing also save
-attention's (out, lse), so the backward does not run the ring's forward again (``Checkpointing``). Rotary embeddings that depend
-on the sequence length get the largest position of all shards (``with_largest_position``). accelerate's hooks for context
-parallelism replace each layer's mask by is_causal=True, which would lose windows, documents and padding, so they are off
-(``AccelerateHooks``).
+Inside ``sequence_parallel`` each module of a model holds a copy of its config, and the copy is set to "ring": other models that
+share the config are not affected. accelerate's hooks for context parallelism replace each layer's mask by is_causal=True, which
+would lose windows, documents and padding, so they are off.
 """
 
 from __future__ import annotations
@@ -130,7 +126,6 @@ def ring_attention_forward(
 
 
 def _without_mask(name: str, causes: bool, window: int | None, tokens: int) -> LayerMask:
-    """Return the mask of a layer that gets none, causal if ``causes``. ``window``: the tokens seen, its own included, or None."""
     try:
         check_alone()
     except ValueError as error:
@@ -192,7 +187,6 @@ def _copies(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, PreTrained
     vars(pairs[0][1])[IMPLEMENTATION] = NAME
 
     def copied(outer: PreTrainedConfig) -> PreTrainedConfig | None:
-        """Return the copy of ``outer`` if it contains the text part's config at any depth, or None."""
         mine = next((mine for original, mine in pairs if original is outer), None)
         parts = (
             {} if mine is not None else {name: copied(x) for name, x in vars(outer).items() if isinstance(x, PreTrainedConfig)}
@@ -230,8 +224,7 @@ class Checkpointing:
         )
 
     def keep_attention(self) -> None:
-        """Make checkpointed layers save (out, lse), so that the backward runs no forward of the ring. Run it before each call of
-        the model: a Trainer may set checkpointing at any time."""
+        """Make checkpointed layers save (out, lse). Run it before each call: a Trainer may set checkpointing at any time."""
         self.host = OffloadedTensors()
         for layer in self.layers:
             function = layer.__dict__.get(CHECKPOINT, self.ours[0])
@@ -241,7 +234,6 @@ class Checkpointing:
                 setattr(layer, CHECKPOINT, self.ours[offloads])
 
     def restore(self) -> None:
-        """Give each layer the checkpoint function that it had before ``keep_attention``."""
         for layer, function in self.before.items():
             if layer.__dict__.get(CHECKPOINT) in self.ours:
                 setattr(layer, CHECKPOINT, function)

@@ -1,9 +1,8 @@
 """The cache of ``generate`` over a ring: RingCache holds keys and values, CachedCall is one model call that uses it.
 
-Each rank holds the keys and values of a part of the tokens. The first call shards its tokens like a batch without a cache. A
-later call with more than ``FEW`` tokens shards them if it keeps the logits of one token. In a sharded call ``prefill`` attends
-over the ring, and a sum over the ranks collects the hidden states of the kept logits. In other calls every rank computes all new
-tokens: each layer appends their keys and values to the cache, and ``tree_attention_decode`` merges the ranks' partial attention.
+The first call shards its tokens like a batch without a cache, and so does a later one with more than ``FEW`` tokens that keeps
+the logits of one. Then ``prefill`` attends over the ring, and a sum over the ranks collects the hidden states of the kept logits.
+In other calls every rank computes all new tokens, and ``tree_attention_decode`` merges the ranks' partial attention.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ NAMES = "cache", "past_key_values"
 
 
 def cache_name(model: PreTrainedModel) -> str:
-    """Return the name of the cache argument of ``model``: "cache" or "past_key_values"."""
     for interface in (model.forward, masking_utils.create_causal_mask):
         parameters = inspect.signature(interface).parameters
         if found := [name for name in NAMES if name in parameters]:
@@ -94,7 +92,6 @@ class RingCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens in each row, padding included."""
         return self.tokens
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -102,7 +99,6 @@ class RingCache(Cache):
         return query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return -1: the cache grows without a maximum."""
         return -1
 
     @property
@@ -112,7 +108,6 @@ class RingCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """Return True: tokens can be removed from the end of each row."""
         return True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -123,20 +118,16 @@ class RingCache(Cache):
             self.tokens = max(0, self.tokens - removed)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make row i continue from row ``beam_idx[i]``, as beam search does."""
         if self.kv is not None:
             self.kv.fork(beam_idx.tolist(), list(range(len(beam_idx))))
 
     def reset(self) -> None:
-        """Remove all tokens."""
         self.kv, self.tokens = None, 0
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Raise ValueError: rows cannot be repeated in the cache, only in input_ids before the prompts are prefilled."""
         raise ValueError("a cache on a ring keeps its number of rows: repeat the rows of input_ids, then generate")
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Raise ValueError: rows, even finished ones, cannot be removed from the cache."""
         raise ValueError("a cache on a ring keeps its number of rows: generate from the rows that you want, without it")
 
 
@@ -159,7 +150,6 @@ class CachedCall(RunningCall):
     cached: ClassVar[bool] = True
 
     def mask_of(self, pattern: Pattern) -> LayerMask:
-        """Return the mask of layers with ``pattern``. Raise ValueError if ``pattern`` has chunks or is not causal."""
         if pattern.chunk or pattern.band.lo != 0:
             raise ValueError(
                 "this layer sees chunks, or tokens after its own, and a cache on a ring knows causal attention, with a window or "
@@ -168,9 +158,7 @@ class CachedCall(RunningCall):
         return LayerMask(self.cache.ring, pattern.band, self.tokens, cached=self)
 
     def attend(self, module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], window: int | None, score: dict[str, Any]) -> Tensor:
-        """Append a layer's keys and values to the cache, and compute its attention [batch, tokens, heads, v_dim]. ``qkv``:
-        [batch, tokens, heads, dim] each; ``window``: the earlier tokens that a token sees, None for all. The first layer creates
-        ``step``."""
+        """Append a layer's k and v to the cache, and compute its attention. ``window``: the earlier tokens seen."""
         (q, k, v), ring, kv = qkv, self.cache.ring, self.cache.kv
         check_order(ring.order)
         if self.step is None:
@@ -207,14 +195,12 @@ class CachedCall(RunningCall):
         self.scope.callback(model.base_model.register_forward_hook(gather_last).remove)
 
     def end(self) -> None:
-        """Make the new tokens visible in the cache, and count them."""
         assert self.step is not None and self.cache.kv is not None
         self.cache.kv.advance(self.step)
         self.cache.tokens += self.tokens
 
 
 def cached_call(call: CallArguments) -> CachedCall:
-    """Return the CachedCall of checked arguments: a call on ``call.tokens``, or on this rank's shard of them."""
     (batch, count), given, cache, tokens, device = call.shape, call.by_name, call.cache, call.tokens, call.tokens.device
     keep = max(1, int(given.get("logits_to_keep", 1)))
     position_ids, mask = given.get("position_ids"), given.get("attention_mask")
@@ -252,7 +238,6 @@ def last_tokens(hidden: Tensor, positions: Tensor, lengths: Tensor, keep: int) -
 
 
 def cache_of(call: CallArguments) -> RingCache | None:
-    """Return the cache of a call: new in the first call, None if the call uses no cache."""
     name = cache_name(call.model)
     kept = call.by_name.get(name)
     if kept is None and not call.by_name.get("use_cache"):

@@ -55,7 +55,6 @@ class DocumentBounds(NamedTuple):
 
 
 def check_positions(call: CallArguments) -> None:
-    """Raise ValueError if the model takes no position_ids, if required position_ids are missing, or if their shape is wrong."""
     (batch, length), x = call.shape, call.by_name.get("position_ids")
     if "position_ids" not in inspect.signature(call.model.forward).parameters and not mixers(call.model):
         raise ValueError(
@@ -77,7 +76,6 @@ def check_positions(call: CallArguments) -> None:
 
 
 def check_documents(call: CallArguments) -> None:
-    """Raise ValueError if the arguments of a call do not define its documents."""
     (batch, length), given = call.shape, call.by_name
     if "seq_idx" in given and not {"position_ids", "cu_seq_lens_q"} & given.keys():
         raise ValueError(
@@ -165,8 +163,6 @@ def documents_of(position_ids: Tensor | None, present: Tensor | None, cu_seqlens
 
 
 class RowTrees(NamedTuple):
-    """The prefix trees in the rows of a call."""
-
     key_extents: Tensor
     """int32 [batch, length, 2], the interval of the queries that may see each key; [0, 0) in padding."""
     positions: Tensor
@@ -175,8 +171,6 @@ class RowTrees(NamedTuple):
     """The number of tokens on the longest path."""
 
     def band(self, pattern: Pattern) -> Band:
-        """Return ``causal()``, the band of a layer on a tree. Raise ValueError if its ``pattern`` may hide ancestors or show
-        later tokens."""
         if pattern.band.lo != 0:
             raise ValueError("tree goes with causal layers, and this model has layers that see later tokens: leave tree out")
         if pattern.chunk:
@@ -194,7 +188,6 @@ class RowTrees(NamedTuple):
 
 
 def row_trees(call: CallArguments) -> RowTrees | None:
-    """Return the trees of ``tree``, a pair (parents, lengths), or None. Raise ValueError if they do not fit the tokens."""
     if (tree := call.by_name.get("tree")) is None:
         return None
     key_extents, positions, _ = (torch.from_numpy(x).to(call.tokens.device) for x in trees.batch_of_trees(tree, *call.shape))
@@ -202,7 +195,6 @@ def row_trees(call: CallArguments) -> RowTrees | None:
 
 
 def check_tree(call: CallArguments) -> None:
-    """Raise ValueError if ``tree`` or label_weights are invalid, or if ``tree`` contradicts the model or other arguments."""
     _check_label_weights(call.by_name)
     if "tree" not in call.by_name:
         return
@@ -224,7 +216,6 @@ def check_tree(call: CallArguments) -> None:
 
 
 def _check_label_weights(call_arguments: dict[str, Any]) -> None:
-    """Raise ValueError if label_weights lack shift_labels or, without ``num_items_in_batch``, are negative or not finite."""
     weights, labels = call_arguments.get("label_weights"), call_arguments.get("shift_labels")
     if weights is None:
         return
@@ -270,5 +261,4 @@ def layer_masks(config: PreTrainedConfig) -> dict[Band, float]:
 
 
 def shape_of(x: Any) -> list[int] | str:
-    """Return the shape of a tensor, or the type name of another value, for an error."""
     return list(x.shape) if isinstance(x, Tensor) else type(x).__name__

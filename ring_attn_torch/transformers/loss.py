@@ -1,9 +1,5 @@
 """The loss over the labels of all ranks, and the auxiliary loss of mixture-of-experts models over the tokens of all ranks.
 
-After each call with labels ``with_loss`` sums the loss of this rank's logits and labels over the ranks. The backward computes
-the gradients of this rank's tokens. With ``loss_chunk`` a ``ChunkedHead`` makes the model's head return the sum of
-cross-entropies, computed from hidden states: logits of at most ``loss_chunk`` tokens exist at a time.
-
 The auxiliary loss balances the load of experts:
 
     aux = E sum_e f_e p_e      E: the number of experts
@@ -57,8 +53,7 @@ COEFFICIENTS = "router_aux_loss_coef", "aux_loss_coef"
 
 
 def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_logits: bool, factor: int) -> Any:
-    """Return the model's ``output`` with the loss over all ranks' labels, if any, and with global logits if ``gather_logits``.
-    ``batch``: the running call. ``factor``: the backward multiplies the gradient of the loss by it."""
+    """Return ``output`` with the loss over all ranks' labels, and global logits if asked. ``factor``: scales the gradient."""
     fields = dict(output) if isinstance(output, ModelOutput) else None
     name = next((name for name in ("logits", "last_hidden_state") if fields and name in fields), None)
     result = fields[name] if fields is not None and name else output if isinstance(output, Tensor) else output[0]
@@ -86,8 +81,7 @@ def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_lo
 
 
 def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Tensor:
-    """Return the mean loss of all ranks' labels, or the sum over ``num_items_in_batch``. A mean divides by the sum of label
-    weights. ``result``: this rank's logits, or the summed loss of its labels from a ChunkedHead."""
+    """Return the loss over all ranks' labels. ``result``: this rank's logits, or a ChunkedHead's sum."""
     group, ignored, reduction = batch.ring.group, batch.ignore_index, "mean" if batch.divisor is None else "sum"
     if batch.summed_vocab is not None:
         tokens = labels_of(labels, ignored, 1, batch.label_weights, result.dtype)
@@ -99,8 +93,7 @@ def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Te
 
 
 def _divided(total: Tensor, batch: GlobalBatch, factor: int) -> Tensor:
-    """Divide the loss by ``num_items_in_batch``, if passed; its backward multiplies the gradient by ``factor``. If the caller has
-    not scaled a ring's mean, its backward notes the ring in ``means_of_rings``, for :func:`sum_gradients`."""
+    """Divide by ``num_items_in_batch``, scale the gradient by ``factor``, and note an unscaled mean for :func:`sum_gradients`."""
     model, group, divisor = batch.model, batch.ring.group, batch.divisor
     if divisor is not None:
         total = total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
@@ -137,8 +130,7 @@ def with_log_probs(output: Any, batch: GlobalBatch, factor: int) -> Any:
 
 
 class ChunkedHead:
-    """The language-model head of ``model``, which inside ``summing`` returns this rank's summed cross-entropy in place of logits.
-    ``chunk``: the maximum number of tokens whose logits exist at a time."""
+    """The head of ``model``, which inside ``summing`` returns a sum of cross-entropies, ``chunk`` tokens at a time."""
 
     def __init__(self, model: PreTrainedModel, chunk: int) -> None:
         check_chunk("loss_chunk", chunk)
@@ -198,8 +190,7 @@ class ChunkedHead:
 
 
 def take_over(model: PreTrainedModel) -> None:
-    """Make the model's ``load_balancing_loss_func`` return ``router_sums`` in calls on shards, or None in calls with a cache. The
-    function is replaced for the whole process, and only if it computes aux by the formula of this module."""
+    """Replace the ``load_balancing_loss_func`` of the model's module for the process, if it is the formula of this module."""
     scope = _scope(model)
     original = scope.get(FUNCTION)
     if original is None or original in TAKEN or not _known(original):
@@ -219,7 +210,6 @@ def take_over(model: PreTrainedModel) -> None:
 
 
 def _scope(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the globals of the module in which the model's forward is written."""
     return inspect.unwrap(type(model).forward).__globals__
 
 
@@ -263,7 +253,6 @@ def over_all(sums: Tensor, group: Group) -> Tensor:
 
 
 def coefficient(model: PreTrainedModel) -> float:
-    """Return the factor of the auxiliary loss in the model's loss. Raise ValueError if the model has none."""
     for holder in (model, model.config.get_text_config()):
         for name in COEFFICIENTS:
             if hasattr(holder, name):
@@ -272,8 +261,7 @@ def coefficient(model: PreTrainedModel) -> float:
 
 
 def check_routers(call: CallArguments) -> None:
-    """Raise ValueError if a call requests the routers' auxiliary loss, and the loss cannot be computed. Calls with a cache have
-    no loss: a request in the call is refused, one in the config is not."""
+    """Raise ValueError if a call requests an auxiliary loss that it cannot have. In calls with a cache a config may."""
     model, config, asked = call.model, call.model.config, call.by_name.get("output_router_logits")
     in_config = any(getattr(c, "output_router_logits", False) for c in (config, config.get_text_config()))
     if not (in_config if asked is None else asked):
@@ -292,7 +280,6 @@ def check_routers(call: CallArguments) -> None:
 
 
 def _unknown(model: PreTrainedModel) -> ValueError:
-    """Return the error for a model without an auxiliary loss or its factor, or with a formula other than this module's."""
     return ValueError(
         f"{type(model).__name__} got output_router_logits=True, in its config or its call, and computes no auxiliary loss of "
         f"routers that sequence_parallel knows: it knows that of transformers' {FUNCTION}. Set output_router_logits=False"

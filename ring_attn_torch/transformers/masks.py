@@ -54,7 +54,6 @@ class CallRing(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks."""
         return ranks_of(self.group)
 
 
@@ -80,7 +79,6 @@ class Pattern(NamedTuple):
     chunk: int = 0
 
     def visible(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return True where a query at position ``q`` sees a key at position ``k``."""
         lag, lo, hi = q - k, self.band.lo, self.band.hi
         inside = torch.ones_like(lag, dtype=torch.bool) if lo is None else lag >= lo
         inside = inside if hi is None else inside & (lag <= hi)
@@ -102,7 +100,6 @@ class LayerMask(NamedTuple):
     key_extents: Tensor | None = None
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a field. Raise ValueError if a layer indexes the mask as a tensor."""
         if isinstance(key, tuple):
             raise ValueError(
                 'a layer reads its attention_mask as a tensor [batch, 1, tokens, tokens], which attn_implementation="ring" never '
@@ -158,7 +155,6 @@ _traced = threading.local()
 
 @contextmanager
 def during(call: RunningCall) -> Iterator[None]:
-    """Make ``call`` the running call of this thread inside this ``with``."""
     outer, token = _running.get(), _running.set(call)
     _traced.call = call
     try:
@@ -169,7 +165,6 @@ def during(call: RunningCall) -> Iterator[None]:
 
 
 def running() -> RunningCall | None:
-    """Return the innermost running call of this thread, or None."""
     return getattr(_traced, "call", None) if torch.compiler.is_compiling() else _running.get()
 
 
@@ -229,8 +224,7 @@ def check_alone() -> None:
 def _on_one_device(
     function: MaskFunction, attention_mask: Tensor | None, tried: list[Pattern], size: int | None, shape: tuple[int, int]
 ) -> LayerMask | None:
-    """Return the mask of a call outside of ``sequence_parallel``, or None if a ring does not know it. One device holds the
-    sequences of ``shape`` [batch, tokens]."""
+    """Return the mask of a call outside of ``sequence_parallel``, or None. ``shape``: [batch, tokens]."""
     check_alone()
     (batch, tokens), ring = shape, CallRing(ring_of(None), "contiguous")
     device = torch.device("cpu") if attention_mask is None else attention_mask.device

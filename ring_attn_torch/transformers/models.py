@@ -1,13 +1,9 @@
 """The models that a ring does not support, and the reasons.
 
-Before the first call, checks of classes, config and device refuse layers that are neither softmax attention over a band of keys
-nor a mixer of ``mixers.py`` (lightning attention, Fourier transforms), and attention in a model's own code. They also refuse
-encoders with a decoder, heads with one result per row (sequence classification), prompt tuning, and a GPU backend on a CPU.
-
-After the first forward on several ranks, ``MixingLayers`` refuses a model that is not compiled if a decoder or encoder layer
-mixes tokens without calling ring attention. A layer that does not mix tokens, such as a plain MLP layer, is correct on a shard.
-To distinguish the two kinds, each layer that did not call ring attention runs once more on hidden states in which two tokens are
-NaN: if the layer mixes tokens, NaN spreads to other tokens.
+Before the first call, checks of classes, config and device refuse what a ring cannot compute. After the first forward on several
+ranks, ``MixingLayers`` refuses a model that is not compiled if a layer mixes tokens without calling ring attention. A layer that
+does not mix tokens, such as a plain MLP layer, is correct on a shard. To distinguish the two, each layer that did not call ring
+attention runs once more on hidden states in which two tokens are NaN: if it mixes tokens, NaN spreads to other tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +51,6 @@ ROW_HEADS = re.compile("For(Sequence|Image|Video|Audio)Classification|ForMultipl
 
 
 def hugging_face_model(model: nn.Module) -> PreTrainedModel:
-    """Return ``model``, or the outermost transformers model inside a wrapper (PEFT, DDP). Raise ValueError if none exists."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module
@@ -65,7 +60,6 @@ def hugging_face_model(model: nn.Module) -> PreTrainedModel:
 
 
 def check_config(config: PreTrainedConfig, kind: Any = None) -> None:
-    """Raise ValueError if ``config`` or the model's class ``kind`` (None: transformers') says that a ring cannot run it."""
     _check_stack(config)
     name, text, kind = type(config).__name__, config.get_text_config(), kind or MODEL_MAPPING.get(type(config), None)
     known = LAYER_TYPES | LINEAR_TYPES if beside_mixers(kind) else LAYER_TYPES
@@ -83,7 +77,6 @@ def check_config(config: PreTrainedConfig, kind: Any = None) -> None:
 
 
 def _check_stack(config: PreTrainedConfig) -> None:
-    """Raise ValueError if the config is of an encoder-decoder model."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"{type(config).__name__} is of an encoder with a decoder, whose cross attention "
@@ -92,7 +85,6 @@ def _check_stack(config: PreTrainedConfig) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise ValueError, with the reason, if the model's classes or config say that it cannot run over a ring."""
     warn_if_untried("transformers", not dist.is_initialized() or dist.get_rank() == 0)
     inside = hugging_face_model(model)
     _check_stack(inside.config)
@@ -124,8 +116,6 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_entry(model: nn.Module, ring: CallRing, device: str) -> None:
-    """Raise ValueError if a ring does not support the model or its head, or if ``ring.backend`` does not run on ``device``. A
-    head must not return one result per row, of which a rank holds only a shard."""
     check_model(model)
     inside = hugging_face_model(model)
     check_mixers(inside, ring)
@@ -135,7 +125,6 @@ def check_entry(model: nn.Module, ring: CallRing, device: str) -> None:
 
 
 def row_head_remedy(model: nn.Module) -> str:
-    """Return the end of an error about a head with one result per row: the reason and the remedy."""
     under = type(hugging_face_model(model).base_model).__name__
     called = "model.get_base_model().base_model" if _adapters(model) else "model.base_model"
     return (
@@ -146,7 +135,6 @@ def row_head_remedy(model: nn.Module) -> str:
 
 
 def _adapters(model: nn.Module) -> list[Any]:
-    """Return the configs of PEFT's adapters in ``model``, empty without PEFT."""
     configs = getattr(model, "peft_config", {})
     return list(configs.values()) if isinstance(configs, dict) else []
 
@@ -157,7 +145,6 @@ def own_positions(model: PreTrainedModel) -> bool:
 
 
 def check_cacheable(model: PreTrainedModel) -> None:
-    """Raise ValueError if the model does not support a cache over a ring."""
     name, text = type(model).__name__, model.config.get_text_config()
     why = None
     if mixers(model):
@@ -182,7 +169,6 @@ def device_of(model: nn.Module) -> str:
 
 
 def check_device(backend: str, device: str) -> None:
-    """Raise ValueError if ``backend`` does not exist, or has no kernels for a CPU; the first attention checks the rest."""
     backends.check_backend(backend)
     if device != "cpu" or backend == "auto":
         return
@@ -200,8 +186,7 @@ def check_device(backend: str, device: str) -> None:
 
 
 def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the decoder and encoder layers by name, none nested. In transformers they are GradientCheckpointingLayer modules, in
-    models of others the elements of a ModuleList of ``num_hidden_layers``."""
+    """Return the decoder and encoder layers by name, none nested: checkpointing ones, or a ModuleList of as many."""
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -268,7 +253,6 @@ class MixingLayers:
                 module.training = training
 
     def forget(self) -> None:
-        """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -286,7 +270,6 @@ class MixingLayers:
 
 
 def check_launched() -> None:
-    """Raise ValueError if torchrun started processes without a process group: each process would train alone on all tokens."""
     if dist.is_initialized() or not dist.is_torchelastic_launched():
         return
     from torch.distributed.elastic.utils.api import get_env_variable_or_raise

@@ -1,9 +1,5 @@
 """``sequence_parallel``: calls of a transformers model with global sequences, where each rank computes its shard.
 
-Entering registers hooks; leaving restores the model's attention, hooks, head and checkpointing. In a call ``ModelHooks.before``
-checks the global arguments (``arguments.py``) and takes this rank's tokens (``shards.py``, ``cache.py``). The model then runs on
-these, with the attention of ``attention.py``, and ``ModelHooks.after`` returns its output with the loss (``loss.py``).
-
 A model that is compiled inside the ``with``, or by ``model.compile()``, is traced with its hooks. So ``before`` and ``after``
 only find out if a call begins or ends. The compiler runs ``_begin`` and ``_end`` uncompiled, between its graphs. They look up the
 hooks of the present ``with``, because graphs of an earlier one are used again.
@@ -130,8 +126,7 @@ def sequence_parallel(
 def on_shards(
     model: nn.Module, ring: CallRing, gather_logits: bool = False, loss_chunk: int | None = None, averaged: bool = False
 ) -> Iterator[None]:
-    """Enter ``sequence_parallel`` without checking the model or comparing the ranks' weights: the caller has done both.
-    ``averaged``: multiply each loss's gradient by the number of ranks, for DDP or FSDP, which average gradients."""
+    """Enter ``sequence_parallel`` without its checks. ``averaged``: multiply gradients by the ranks, since DDP averages."""
     inside = hugging_face_model(model)
     take_over(inside)
     if inside in HOOKS:
@@ -160,8 +155,6 @@ def on_shards(
 
 
 class ModelHooks:
-    """The hooks that run before and after each call of a model."""
-
     def __init__(self, model: PreTrainedModel, ring: CallRing, gather_logits: bool, loss_chunk: int | None, factor: int) -> None:
         self.model, self.ring, self.gather_logits, self.factor = model, ring, gather_logits, factor
         self.head = None if loss_chunk is None else ChunkedHead(model, loss_chunk)
@@ -169,12 +162,10 @@ class ModelHooks:
         self.mixing: MixingLayers | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelHooks:
-        """Raise ValueError: the hooks of a copied model would act on the original."""
         raise ValueError("a model cannot be copied inside sequence_parallel: copy it before you enter, or after you leave")
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Make calls return global logits inside this ``with``."""
         before, self.gather_logits = self.gather_logits, True
         try:
             yield
@@ -231,11 +222,6 @@ def _end(model: PreTrainedModel, output: Any) -> Any:
     assert isinstance(call, GlobalBatch)
     fused = with_log_probs(output, call, hooks.factor) if call.fused else None
     return fused or with_loss(model, output, call, hooks.gather_logits, hooks.factor)
-
-
-def hooks_of(model: nn.Module) -> ModelHooks:
-    """Return the call hooks of ``model``, which must be inside sequence_parallel."""
-    return HOOKS[hugging_face_model(model)]
 
 
 def enable(
@@ -295,6 +281,5 @@ def ring_of_model(
 
 
 def _check_layout(layout: str) -> None:
-    """Raise ValueError if ``layout`` is neither "balanced" nor the name of another layout."""
     if layout != BALANCED:
         named(layout)

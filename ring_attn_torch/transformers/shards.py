@@ -1,9 +1,7 @@
 """The shards of a call: the conversion of global input_ids, labels, positions and images to this rank's tokens.
 
-``global_batch`` shifts labels for the next token, then takes from each argument the tokens at this rank's positions in the
-layout. Padding repeats the last token; the labels of padding are ignore_index. The result is a ``GlobalBatch``: the shards, and
-the documents, padding and image blocks of the global sequences, from which ``ring_mask`` makes masks. Features of images that a
-model's first layers add to the hidden states are shards too.
+Padding repeats the last token; the labels of padding are ignore_index. A ``GlobalBatch`` holds the shards, and the documents,
+padding and image blocks of the global sequences, from which ``ring_mask`` makes masks.
 
 Positions count the tokens of the global sequence from 0, padding included. The argument ``position_ids`` is different: it
 restarts at each document of a packed row, and a model computes rotary angles from it.
@@ -51,7 +49,6 @@ UNSPLIT = ("deepstack_features", "per_layer_inputs")
 
 
 def global_batch(call: CallArguments) -> GlobalBatch:
-    """Return the GlobalBatch of checked arguments. Its ``kwargs`` hold this rank's shards."""
     given, tokens, (batch, length) = call.by_name, call.tokens, call.shape
     move = lambda name: given[name].to(tokens.device) if name in given else None
     position_ids, present, types = move("position_ids"), move("attention_mask"), move("token_type_ids")
@@ -115,8 +112,7 @@ def _features(whole: GlobalBatch, given: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class GlobalBatch(RunningCall):
-    """A running call without a cache: its documents, padding and image blocks, and this rank's labels. ``block_ends``: int64
-    [batch, length], the exclusive end of a token's block (an image of Gemma 3, whose tokens also see its later tokens), or 0."""
+    """A running call without a cache. ``block_ends``: int64 [batch, length], the exclusive end of a token's image block, or 0."""
 
     ring: CallRing
     batch: int
@@ -160,12 +156,10 @@ class GlobalBatch(RunningCall):
         return x.index_select(dim, self.index)
 
     def filled(self, x: Tensor, value: int) -> Tensor:
-        """Return this rank's shard of ``x`` [batch, length, ...], padded with ``value``."""
         outside = self.outside.view(1, -1, *[1] * (x.ndim - 2))
         return self.shard(x).masked_fill(outside, value)
 
     def mask_of(self, pattern: Pattern) -> LayerMask:
-        """Return the mask of layers with ``pattern`` (masks.py), inside the documents and blocks of this rank."""
         if torch.compiler.is_compiling():
             return self._mask(pattern)  # a compiled graph of torch 2.11 cannot store a Band
         if pattern not in self.known:
@@ -214,7 +208,6 @@ def reader_of(model: PreTrainedModel, names: tuple[str, ...]) -> PreTrainedModel
 
 
 def check_visual(call: CallArguments) -> None:
-    """Raise ValueError if image features, which layers add, are missing beside inputs_embeds, unsupported or misshapen."""
     name, given, passed = call.name, call.by_name, [argument for argument in VISUAL if argument in call.by_name]
     if "inputs_embeds" not in given and not passed:
         return

@@ -40,7 +40,6 @@ Base: Any = Trainer if TYPE_CHECKING else object
 
 
 def of_trl(kind: type) -> bool:
-    """Return True if a class is defined in trl."""
     return kind.__module__.partition(".")[0] == "trl"
 
 
@@ -69,7 +68,6 @@ class RingTraining(Base):
     ring: CallRing
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise ValueError if a Trainer, whose methods would run without the ring, precedes RingTraining among the bases."""
         super().__init_subclass__(**kwargs)
         check_mixin_first(cls, RingTraining, lambda kind: kind is Trainer or of_trl(kind))
 
@@ -117,12 +115,10 @@ class RingTraining(Base):
             accelerator._prepare_device_mesh = lambda: mesh  # accelerate distributes rows by this mesh
 
     def _models(self) -> list[nn.Module]:
-        """Return the model and, if there is one, the reference model that trl's DPOTrainer compares it with."""
         reference = getattr(self, "ref_model", None)
         return [self.model] if reference is None else [self.model, reference]
 
     def _compare_ranks(self, model: nn.Module, prefix: str = "", **words: str) -> None:
-        """Raise ValueError if unsharded weights differ between any ranks. ``prefix``, ``words``: for the error."""
         check_weights(model, self.ring._replace(group=ring_of(None)), prefix, "all ranks", **words)
 
     @contextmanager
@@ -198,7 +194,6 @@ class RingTraining(Base):
             return self._next("prediction_step")(model, inputs, prediction_loss_only, ignore_keys)
 
     def _gather_rows(self, data: Any) -> Any:
-        """Return arrays [rows, ...] gathered from all rings, each row once, without the rows that only pad the last batch."""
         from accelerate.utils import recursively_apply  # type: ignore[import-not-found]
 
         rings, state = self.args.world_size // self.ring.ranks, self.accelerator.gradient_state
@@ -221,7 +216,6 @@ class RingTraining(Base):
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.ring.ranks
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return (nullcontext, inputs) with unchanged inputs, because accelerate's own context parallelism is off."""
         return nullcontext, inputs
 
 
@@ -245,7 +239,6 @@ class RingTrainer(RingTraining, Trainer):
 
 
 def check_kind(trainer: Any) -> None:
-    """Raise ValueError if a Trainer extends one of trl with its own loss, such as GRPOTrainer, that is not in ``TRAINERS``."""
     for kind in type(trainer).__mro__:
         if of_trl(kind) and kind.__name__ not in TRAINERS and {"compute_loss", "_compute_loss"} & vars(kind).keys():
             raise ValueError(
@@ -256,7 +249,6 @@ def check_kind(trainer: Any) -> None:
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raise ValueError if a Trainer has a compute_loss_func, a model_init, trl's auxiliary loss or FSDP version 1."""
     for name, why in (
         ("compute_loss_func", "it would get a shard of the logits and whole labels: leave it out"),
         ("model_init", "pass the model, and make it with one seed on all ranks"),
@@ -275,7 +267,6 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_group(ring: CallRing, config: Any) -> None:
-    """Raise ValueError if parallelism_config does not fit the ring, or if rings are not equal blocks of consecutive ranks."""
     ranks = ring.ranks
     if config is not None and (config.tp_size > 1 or config.sp_size > 1):
         raise ValueError(

@@ -22,7 +22,7 @@ from ring_attn_core.variants.dilated import FoldedBatches, Patterns, batches_of,
 
 from ..call.autograd import attention
 from ..call.prepare import Arrays, check_tensors, problem_of, refuse_transforms
-from ..ring.agreement import AgreedCall, agree_on
+from ..ring.agreement import AgreedCall, agree_on, device_type
 from ..ring.groups import constant, group_name, group_of, rank_in, ranks_of
 from .folded_batches import folded, mixed
 
@@ -99,18 +99,11 @@ def dilated_attention(
     _, ranks = _place(name)
     arrays = Arrays(key_mask=key_mask)
     made: list[tuple[Options, tuple[FoldedBatches, ...]]] = []
+    shared: dict[str, Any] = {"mask": mask, "length": length, "scale": scale, "softcap": softcap}
+    shared |= {"strategy": strategy, "backend": backend, "deterministic": deterministic}
 
     def check() -> None:
-        options = Options(
-            layout="contiguous",
-            mask=mask,
-            length=length,
-            scale=scale,
-            softcap=softcap,
-            strategy=strategy,
-            backend=backend,
-            deterministic=deterministic,
-        )
+        options = Options(layout="contiguous", **shared)
         refuse_transforms((q, k, v))
         check_tensors(q, k, v, arrays, name)
         if backend in VENDORS:
@@ -124,18 +117,10 @@ def dilated_attention(
     if torch.compiler.is_compiling():
         check()
     else:
-        compared = {
-            "segments": segments,
-            "dilations": dilations,
-            "mixing": mixing,
-            "mask": mask,
-            "length": length,
-            "scale": scale,
-        }
-        compared |= {"softcap": softcap, "strategy": strategy, "backend": backend, "deterministic": deterministic}
+        compared = {"segments": segments, "dilations": dilations, "mixing": mixing} | shared
         alike = [(label, _in_words(x)) for label, x in compared.items()]
         shapes = [(f"{label}_shape", _kind(x)) for label, x in (("q", q), ("k", k), ("v", v), ("key_mask", key_mask))]
-        agree_on(AgreedCall("dilated_attention", _device(q), (*shapes, *alike)), group_of(name), check)
+        agree_on(AgreedCall("dilated_attention", device_type(q), (*shapes, *alike)), group_of(name), check)
     ((options, batches),) = made
     out, lse = attend(q, k, v, key_mask, batches, options, name)
     return (out, lse) if return_lse else out
@@ -150,7 +135,6 @@ def attend(
     options: Options,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``dilated_attention`` from checked arguments, and return (out, lse). ``batches``: one FoldedBatches per pattern."""
     rank, _ = _place(group_name)
     queries, keys = places_of(batches)
     outs, lses = [], []
@@ -187,35 +171,17 @@ _known_batches = remembered(batches_of)
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, options: Options) -> Problem:
     """Describe a call as a Problem, like ``problem_of`` but without its cache, because torch.compile warns about caches."""
-    shapes = [tuple(x.shape) for x in (q, k, v)]
-    names = [str(x.dtype).removeprefix("torch.") for x in (q, k, v)]
-    optional = tuple(
-        OptionalArray(name, tuple(x.shape), str(x.dtype).removeprefix("torch."))
-        for name, x in arrays._asdict().items()
-        if x is not None
-    )
-    return Problem(
-        shapes[0],
-        shapes[1],
-        shapes[2],
-        (names[0], names[1], names[2]),
-        q.device.type,
-        ranks,
-        options,
-        optional,
-        framework="torch",
-    )
+    passed = {"q": q, "k": k, "v": v} | {name: x for name, x in arrays._asdict().items() if x is not None}
+    described = [OptionalArray(name, tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in passed.items()]
+    q_, k_, v_, *optional = described
+    dtypes = q_.dtype, k_.dtype, v_.dtype
+    return Problem(q_.shape, k_.shape, v_.shape, dtypes, q.device.type, ranks, options, tuple(optional), framework="torch")
 
 
 @constant
 def _place(group_name: str) -> tuple[int, int]:
-    """Return (this rank's index in the ring, the number of ranks of the ring)."""
     group = group_of(group_name)
     return rank_in(group), ranks_of(group)
-
-
-def _device(q: Any) -> str:
-    return q.device.type if isinstance(q, Tensor) else "cpu"
 
 
 def _in_words(x: Any) -> str:

@@ -31,8 +31,7 @@ def folded(x: Tensor, places: Places, rank: int) -> tuple[Tensor, ...]:
 
 
 def mixed(outs: list[Tensor], lses: list[Tensor], queries: Places, rank: int) -> tuple[Tensor, Tensor]:
-    """Unfold the patterns' results and sum them, weighted by exp(lse_i - lse), into out [b s h e] and lse [b s h],
-    differentiably. A token that sees no key in any pattern has out 0, lse -inf and zero gradients."""
+    """Unfold the patterns' results and sum them, weighted by exp(lse_i - lse), into out and lse [b s h]; differentiable."""
     return Mix.apply(queries, rank, *outs, *lses)
 
 
@@ -146,15 +145,11 @@ def put(total: Tensor, folded: Tensor, place: Place, rank: int, combine: Callabl
 
 
 def _chosen(x: Tensor, selection: HeadSelection) -> Tensor:
-    """Return the heads of ``x`` [b s h d] that ``selection`` selects, with its repeats, as an array [b s selected d]."""
     x = x[:, :, selection.first : selection.end]
     if selection.repeat == 1:
         return x
-    return (
-        x[:, :, :, None]
-        .expand(-1, -1, -1, selection.repeat, -1)
-        .flatten(2, 3)[:, :, selection.skip : selection.skip + selection.selected]
-    )
+    copies = x[:, :, :, None].expand(-1, -1, -1, selection.repeat, -1).flatten(2, 3)
+    return copies[:, :, selection.skip : selection.skip + selection.selected]
 
 
 def _padded(x: Tensor, batches: FoldedBatches, selection: HeadSelection, rank: int) -> Tensor:

@@ -27,8 +27,8 @@ from ..block import attend_block, merge
 from ..call.autograd import attention
 from ..call.prepare import Arrays
 from ..data.gather import AllGather
-from ..ring.agreement import AgreedCall, agree_on, same_error
-from ..ring.groups import Group, constant, group_name, group_of, is_dtensor, rank_in, ranks_of
+from ..ring.agreement import AgreedCall, agree_on, device_type, same_error
+from ..ring.groups import Group, group_name, group_of, is_dtensor, rank_in, ranks_of
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -93,26 +93,16 @@ def summary_attention(
     sent. Second derivatives are not supported. The call works under torch.compile(fullgraph=True).
     """
     name = group_name(group)
+    sizes: dict[str, Any] = {"block": block, "window": window, "summaries": summaries, "pooling": pooling}
+    score: dict[str, Any] = {"scale": scale, "softcap": softcap, "length": length}
     with same_error(name):
-        options = SummaryOptions(
-            block=block,
-            window=window,
-            summaries=summaries,
-            pooling=pooling,
-            scale=scale,
-            softcap=softcap,
-            length=length,
-            strategy=strategy,
-            backend=backend,
-            deterministic=deterministic,
-        )
+        options = SummaryOptions(**sizes, **score, strategy=strategy, backend=backend, deterministic=deterministic)
     out, lse = attention_with_summaries(SummaryInputs(q, k, v, pool, key_mask), options, name)
     return (out, lse) if return_lse else out
 
 
 def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, group_name: str) -> tuple[Tensor, Tensor]:
-    """Compute ``summary_attention`` from records of its arrays and options, and return out [b s h e] and lse [b s h]."""
-    ring = _ring(group_name)
+    ring = group_of(group_name)
     plan = _agreed(inputs, options, ring)
     q, k, v, pool, key_mask = inputs
     first, end = _visible_range(q, plan, rank_in(ring))
@@ -196,16 +186,11 @@ def _summaries(inputs: SummaryInputs, plan: SummaryPlan, ring: Group) -> Summari
     return Summaries(whole(of_k), whole(of_v), fraction)
 
 
-@constant
-def _ring(group_name: str) -> Group:
-    return group_of(group_name)
-
-
 def _agreed(inputs: SummaryInputs, options: SummaryOptions, ring: Group) -> SummaryPlan:
     """Return the plan of the call. Raise ValueError on all ranks if an argument does not fit or differs between ranks."""
     q, k, v, pool, key_mask = inputs
-    shapes: dict[str, tuple[int, ...]] = {}
-    described = None if pool is None else OptionalArray("pool", tuple(getattr(pool, "shape", ())), _dtype(pool))
+    dtype = str(getattr(pool, "dtype", "")).removeprefix("torch.")
+    described = None if pool is None else OptionalArray("pool", tuple(getattr(pool, "shape", ())), dtype)
 
     def check() -> None:
         arrays = {"q": q, "k": k, "v": v, "pool": pool, "key_mask": key_mask}
@@ -222,13 +207,7 @@ def _agreed(inputs: SummaryInputs, options: SummaryOptions, ring: Group) -> Summ
                 raise ValueError(f"{name} is on {x.device} and q on {q.device}: move it")
         checked({name: tuple(arrays[name].shape) for name in "qkv"}, described, options, ranks_of(ring))  # type: ignore[union-attr]
 
-    for name, x in zip("qkv", (q, k, v), strict=True):
-        shapes[f"{name}_shape"] = tuple(getattr(x, "shape", ()))
-    alike = (*shapes.items(), ("pool", described), ("key_mask", key_mask is not None), *options.compared)
-    device = q.device.type if isinstance(q, Tensor) else "cpu"
-    agree_on(AgreedCall("summary_attention", device, alike), ring, check)
+    shapes = [(f"{name}_shape", tuple(getattr(x, "shape", ()))) for name, x in zip("qkv", (q, k, v), strict=True)]
+    alike = (*shapes, ("pool", described), ("key_mask", key_mask is not None), *options.compared)
+    agree_on(AgreedCall("summary_attention", device_type(q), alike), ring, check)
     return SummaryPlan(options, ranks_of(ring), q.shape[1])
-
-
-def _dtype(x: Any) -> str:
-    return str(getattr(x, "dtype", "")).removeprefix("torch.")

@@ -87,7 +87,6 @@ class _Tokens(NamedTuple):
 
 
 def _tokens(ring: Ring) -> tuple[_Tokens, _Tokens]:
-    """Return the indices of the queries and of the keys."""
     plan, rank = ring.plan, lax.axis_index(ring.axis)
     assert isinstance(plan, GlobalPlan)
 

@@ -17,20 +17,13 @@ from jax import lax
 from ring_attn_core.runs import row
 
 from ...attend.keys import Keys
-from ...attend.score import Score
-from ...attend.state import BackwardInputs, Gradients
-from ..step import Ring, T
+from ...attend.state import Gradients
+from ..step import Ring, Strategy, T
 from ..transfer import send
 
 
-class OneWay:
+class OneWay(Strategy):
     """The strategy "ring": queries stay on their rank, keys travel, and in the backward the keys' gradients travel too."""
-
-    def spread(
-        self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
-    ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
-        """Return the arguments unchanged: queries stay on their rank, and ``circulate`` moves the keys."""
-        return queries, keys, score
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[RingStep]:
         """Yield a step for each shift of the plan, with the keys that started on ``rank - shift``."""
@@ -40,16 +33,6 @@ class OneWay:
             step = RingStep(keys, travelling, ring, shift, hop)
             yield step
             keys, travelling = step.next_keys, step.travelling
-
-    def collect(self, results: tuple[jax.Array, ...], ring: Ring) -> tuple[jax.Array, ...]:
-        """Return ``results`` unchanged: they are already on the ranks that own their queries."""
-        return results
-
-    def collect_gradients(
-        self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
-    ) -> tuple[jax.Array, Gradients, jax.Array | None]:
-        """Return ``dq``, ``dkv`` and ``of_q.sinks`` unchanged: all are gradients of this rank's own arrays."""
-        return dq, dkv, of_q.sinks
 
 
 class RingStep:
@@ -83,7 +66,6 @@ class RingStep:
         self.travelling = send(dkv, self._onward, self._axis, self._ranks) if self._onward else dkv
 
     def home(self) -> Gradients:
-        """Return the gradients of this rank's own keys, summed over all ranks that saw them."""
         assert self.travelling is not None
         return self.travelling
 

@@ -116,5 +116,4 @@ class TwoLevelStep(RingStep):
         self._sums.add()
 
     def home(self) -> Gradients:
-        """Return the gradients of this rank's own keys, summed over all hosts."""
         return self._sums.home()

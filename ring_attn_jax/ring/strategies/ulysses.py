@@ -73,7 +73,6 @@ class HeadExchange(OneWay):
 
 
 def _head_split_of(ring: Ring) -> tuple[HeadSplit, jax.Array]:
-    """Return the plan's head split, and this rank's index in its group of ranks that exchange heads."""
     head_split = ring.plan.head_split
     assert head_split is not None
     return head_split, lax.axis_index(ring.axis) % head_split.ranks

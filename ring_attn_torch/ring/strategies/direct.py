@@ -21,15 +21,13 @@ from ...attend.keys import Keys, cut, placed, room_for
 from ...attend.score import Score
 from ...attend.state import BackwardInputs, Gradients
 from ..groups import rank_in
-from ..step import Ring, Step, T
+from ..step import Ring, Step
 from ..transfer import Transfer, connect, swap
 from .needed import gradients_home, with_received
-from .ring import OneWay, rows
+from .ring import OneWay
 
 
 class Direct(OneWay):
-    """The strategy "direct": each rank sends its keys straight to the ranks that see them."""
-
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
         """Return the arguments. In a balanced layout (``NeededPlan``) first receive keys and merge them into ``keys``."""
         return queries, with_received(keys, ring.plan, ring.group) if isinstance(ring.plan, NeededPlan) else keys, score
@@ -50,8 +48,6 @@ class Direct(OneWay):
     def collect_gradients(
         self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[Tensor, Gradients, Tensor | None]:
-        """Return the gradients of own q, keys and sinks (None without sinks). A balanced ``dkv`` goes to the keys' owners, which
-        add it."""
         if isinstance(ring.plan, NeededPlan):
             assert isinstance(dkv, Tensor), "what travels is packed"
             dkv = gradients_home(dkv, ring.plan, ring.group)
@@ -74,17 +70,14 @@ class Slices:
         return placed([(first, part) for (first, _), part in zip(self._theirs, self._parts, strict=True)], self._own)
 
 
-class OwnerStep:
+class OwnerStep(Step):
     """A ``Step`` whose gradients go straight to the keys' owner, which adds them in step order. ``before``: the previous step."""
 
     def __init__(self, keys: Keys, before: OwnerStep | None, ring: Ring, shift: int) -> None:
-        self.keys, self.rows, self.last = keys, rows(ring, shift), shift == ring.plan.shifts[-1]
+        self.keys, self.rows = keys, ring.plan.rows(rank_in(ring.group), shift)
+        self.last = shift == ring.plan.shifts[-1]
         self.shift, self._before = shift, before
         self._total: Tensor | None = None
-
-    def settle(self, state: T) -> T:
-        """Return ``state``, the results of this step, unchanged: eager execution keeps the order of the steps."""
-        return state
 
     def arrived(self) -> None:
         """Return None: no sum travels with the keys, because each rank sends its gradients straight to the keys' owner."""
@@ -100,7 +93,6 @@ class OwnerStep:
         self._total, self._before = self._before.home(), None
 
     def home(self) -> Tensor:
-        """Return the gradients of this rank's own keys, summed over the steps so far, in step order."""
         assert self._total is not None
         if self.shift:
             self.collect(self._total)
@@ -132,7 +124,6 @@ class DirectStep(OwnerStep):
         self._returning = swap(sent, arriving, -self.shift, self._ring.group)
 
     def collect(self, total: Tensor) -> None:
-        """Wait for the gradients of the slices that this rank sent at ``shift``, and add them to ``total``."""
         assert self._returning is not None
         for part, (first, tokens) in zip(self._returning.wait(), visible(self._ring, self.shift, 0), strict=True):
             total[:, first : first + tokens] += part

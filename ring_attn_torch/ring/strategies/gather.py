@@ -24,17 +24,13 @@ from .ring import OneWay
 
 
 class Gather(OneWay):
-    """The strategy "gather": each rank all-gathers the keys of all ranks and computes one step."""
-
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
-        """Return ``queries``, the keys of all ranks, and ``score``. In a balanced layout sort the keys by position."""
         whole = joined(Keys(*all_gather(keys, ring.group).wait()), keys.kv.shape[1])
         return queries, keys_in_order(whole, ring), score
 
     def collect_gradients(
         self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[Tensor, Gradients, Tensor | None]:
-        """Return ``dq`` (unchanged), the sum over all ranks of the gradients of this rank's own keys, and the sinks' gradient."""
         assert isinstance(dkv, Tensor), "what travels is packed"
         (parts,) = exchange((by_rank(by_shard(dkv, ring), ring.plan.ranks),), 0, ring.group).wait()
         return dq, summed(parts), of_q.sinks

@@ -62,7 +62,8 @@ def with_received(own: Keys, plan: NeededPlan, group: Group) -> Keys:
         return own
     places = _places(plan, rank_in(group), own.kv.device)
     index = torch.cat(places.sent)
-    arrays: Arrays = own._replace(bits=_bytes(unpack(own)))
+    key_mask = unpack(own)
+    arrays: Arrays = own._replace(bits=None if key_mask is None else key_mask.view(torch.uint8))
     sent: Arrays = tuple([x if x is None else x.transpose(0, 1).index_select(0, index) for x in arrays])
     arriving: Arrays = tuple([x if x is None else x.new_empty((sum(places.sizes), *x.shape[1:])) for x in sent])
     transfer = send_parts(sent, [len(x) for x in places.sent], arriving, places.sizes, group)
@@ -80,13 +81,8 @@ def _placed(own: Tensor, places: Places) -> Tensor:
     return shard.index_copy_(1, places.own, own[:, places.held])
 
 
-def _bytes(key_mask: Tensor | None) -> Tensor | None:
-    return None if key_mask is None else key_mask.view(torch.uint8)
-
-
 def gradients_home(dkv: Tensor, plan: NeededPlan, group: Group) -> Tensor:
-    """Send gradients of received keys to their owners. Return those of own keys, summed over all ranks in order from this rank
-    on. ``dkv``: the gradients of all keys of the step."""
+    """Return the gradients of own keys, summed over all ranks in order from this rank on. ``dkv``: of all keys of the step."""
     if not plan.exchanges:
         return dkv
     ranks, rank = ranks_of(group), rank_in(group)

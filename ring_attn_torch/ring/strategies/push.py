@@ -31,10 +31,7 @@ from .ring import OneWay
 
 
 class Push(OneWay):
-    """The strategy "push": each rank copies its keys to the ranks that read them."""
-
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
-        """Yield a step for each shift of the plan, on the keys of ``rank - shift``."""
         if not ring.plan.hops:
             yield from super().circulate(keys, ring)
             return
@@ -53,8 +50,6 @@ class Push(OneWay):
 
 
 class PushPass:
-    """A forward or backward pass of this rank."""
-
     def __init__(self, keys: Keys, ring: Ring) -> None:
         assert ring.group is not None, "a ring of one has no hops"
         self.peers = peers_of(ring.group, keys, torch.promote_types(keys.kv.dtype, torch.float32))
@@ -92,28 +87,7 @@ class PushPass:
         if following < len(self.shifts):
             self.peers.raise_flag(self.owner(following), KEY_ROOM, self.rank, self.value(i))
 
-    def deliver(self, dkv: Tensor, i: int) -> None:
-        """Start to copy the gradients of step ``i`` into their owner's inbox."""
-        peers, owner, slot = self.peers, self.owner(i), i % GRADIENT_SLOTS
-        with peers.on_side():
-            if i > GRADIENT_SLOTS:
-                peers.await_flag(GRADIENT_ROOM, owner, self.value(i - GRADIENT_SLOTS), side=True)
-            else:
-                peers.await_flag(BEGUN, owner, self.number, side=True)
-            copy([peers.inbox(owner, slot, dkv)], [dkv])
-            peers.raise_flag(owner, GRADIENTS, slot, self.value(i), side=True)
-        peers.keep_alive(dkv)
-
-    def collect(self, total: Tensor, i: int) -> None:
-        """Wait for the gradients of this rank's keys from the reader of step ``i``, and add them to ``total``."""
-        peers, slot, following = self.peers, i % GRADIENT_SLOTS, i + GRADIENT_SLOTS
-        peers.await_flag(GRADIENTS, slot, self.value(i))
-        total += peers.inbox(self.rank, slot, total)
-        if following < len(self.shifts):
-            peers.raise_flag(self.reader(following), GRADIENT_ROOM, self.rank, self.value(i))
-
     def end(self) -> None:
-        """End the pass. If the main stream does not reach this end within the group's timeout, ``Peers`` ends the process."""
         self.peers.end(f'pass {self.number} of strategy="push"')
 
     def owner(self, i: int) -> int:
@@ -125,7 +99,6 @@ class PushPass:
         return (self.rank + self.shifts[i]) % self.ranks
 
     def value(self, i: int) -> int:
-        """Return n * ranks + i, the value to which step ``i`` of pass n sets its flags, such as GRADIENTS and GRADIENT_ROOM."""
         return self.number * self.ranks + i
 
 
@@ -144,9 +117,21 @@ class PushStep(OwnerStep):
         return total
 
     def deliver(self, dkv: Tensor) -> None:
-        """Start to copy ``dkv`` into the owner's inbox."""
-        self._run.deliver(dkv.contiguous(), self._i)
+        run, i, dkv = self._run, self._i, dkv.contiguous()
+        peers, owner, slot = run.peers, run.owner(i), i % GRADIENT_SLOTS
+        with peers.on_side():
+            if i > GRADIENT_SLOTS:
+                peers.await_flag(GRADIENT_ROOM, owner, run.value(i - GRADIENT_SLOTS), side=True)
+            else:
+                peers.await_flag(BEGUN, owner, run.number, side=True)
+            copy([peers.inbox(owner, slot, dkv)], [dkv])
+            peers.raise_flag(owner, GRADIENTS, slot, run.value(i), side=True)
+        peers.keep_alive(dkv)
 
     def collect(self, total: Tensor) -> None:
-        """Add to ``total`` the gradients of this rank's own keys that arrive in its inbox for this step."""
-        self._run.collect(total, self._i)
+        run, i = self._run, self._i
+        slot, following = i % GRADIENT_SLOTS, i + GRADIENT_SLOTS
+        run.peers.await_flag(GRADIENTS, slot, run.value(i))
+        total += run.peers.inbox(run.rank, slot, total)
+        if following < len(run.shifts):
+            run.peers.raise_flag(run.reader(following), GRADIENT_ROOM, run.rank, run.value(i))

@@ -19,21 +19,18 @@ from ...attend.keys import Keys
 from ...attend.state import Gradients
 from ..groups import rank_in
 from ..step import Ring, Step
-from ..transfer import Transfer, send, send_inside
-from .ring import OneWay, RingStep, rows
+from ..transfer import Transfer, send
+from .ring import OneWay, RingStep
 
 
 class TwoLevels(OneWay):
-    """The strategy "two_level": keys travel around an inner ring in each host, and a copy travels to the next host meanwhile."""
-
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
-        """Yield a step for each shift of each inner ring of the plan."""
-        plan = plan_of(ring)
-        sums = HostSums(ring)
+        plan, sums = ring.plan, HostSums(ring)
+        assert isinstance(plan, TwoLevelPlan)
         for inner_ring in plan.inner_rings:
             crossing = sums.cross(keys, inner_ring.crossing)
             if inner_ring.inner[0]:
-                keys = Keys(*send_inside(keys, inner_ring.inner[0], plan.host_ranks, ring.group).wait())
+                keys = Keys(*send(keys, inner_ring.inner[0], ring.group, plan.host_ranks).wait())
             stop = None
             for number in range(len(inner_ring.inner)):
                 stop = TwoLevelStep(keys, stop, ring, inner_ring, number, sums)
@@ -44,18 +41,13 @@ class TwoLevels(OneWay):
             keys = Keys(*crossing.wait())
 
 
-def plan_of(ring: Ring) -> TwoLevelPlan:
-    """Return ``ring.plan``, asserted to be a TwoLevelPlan."""
-    assert isinstance(ring.plan, TwoLevelPlan)
-    return ring.plan
-
-
 class HostSums:
     """The gradients of the keys that visit this rank's host, summed over the hosts visited. ``left``: the last step of the
     previous inner ring, not yet added, or None. ``crossing``: the hosts by which ``add`` sends the sum onward."""
 
     def __init__(self, ring: Ring) -> None:
-        self._ranks, self._group = plan_of(ring).host_ranks, ring.group
+        assert isinstance(ring.plan, TwoLevelPlan)
+        self._ranks, self._group = ring.plan.host_ranks, ring.group
         self._arriving: Transfer | None = None
         self.left: TwoLevelStep | None = None
         self.crossing = 0
@@ -89,12 +81,13 @@ class TwoLevelStep(RingStep):
     def __init__(
         self, keys: Keys, before: TwoLevelStep | None, ring: Ring, inner_ring: InnerRing, number: int, sums: HostSums
     ) -> None:
-        plan, inner = plan_of(ring), inner_ring.inner
-        inside = partial(send_inside, ranks=plan.host_ranks, group=ring.group)
+        plan, inner = ring.plan, inner_ring.inner
+        assert isinstance(plan, TwoLevelPlan)
+        inside = partial(send, ranks=plan.host_ranks, group=ring.group)
         hop = inner[number + 1] - inner[number] if number + 1 < len(inner) else 0
         self.keys, self.travelling = keys, None if before is None else before.travelling
         self.shift = plan.shift(rank_in(ring.group), inner_ring.outer, inner[number])
-        self.rows = rows(ring, self.shift)
+        self.rows = plan.rows(rank_in(ring.group), self.shift)
         self.last = not hop and not inner_ring.crossing
         self._next = inside(keys, hop) if hop else None
         self._onward, self._inside, self._sums = hop or -inner[number] % plan.host_ranks, inside, sums
@@ -106,5 +99,4 @@ class TwoLevelStep(RingStep):
         self._sums.add()
 
     def home(self) -> Gradients:
-        """Return the gradients of this rank's own keys, summed over all hosts."""
         return self._sums.home()

@@ -24,18 +24,17 @@ from .ring import OneWay, RingStep
 
 
 class TwoWay(OneWay):
-    """The strategy "two_way": keys travel the ring in both directions at once."""
-
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
-        """Yield a step for this rank's own keys, then steps that alternate between the keys of the two directions."""
         if not ring.plan.hops:
             yield from super().circulate(keys, ring)
             return
         ways = [Way(keys, shifts, ring) for shifts in ring.plan.ways if shifts]
         step = own = TwoWayStep(keys, None, ring, 0, 0)
-        for way in in_turn(ways):
-            yield step
-            step = way.next_step()
+        turns = chain.from_iterable(zip_longest(*([way] * way.visits for way in ways)))
+        for way in turns:
+            if way is not None:
+                yield step
+                step = way.next_step()
         step.last, step.parts = True, [own, *(way.step for way in ways)]
         yield step
 
@@ -49,7 +48,6 @@ class Way:
         self.step = TwoWayStep(keys, None, ring, 0, shifts[0])  # starts the first transfer
 
     def next_step(self) -> TwoWayStep:
-        """Wait for the next keys of this direction, and return the step that computes on them."""
         self.step = TwoWayStep(self.step.next_keys, self.step.travelling, self._ring, *next(self._legs))
         return self.step
 
@@ -66,9 +64,3 @@ class TwoWayStep(RingStep):
         """Return the gradients of own keys, added in this order: own contribution, first direction, second direction, if any."""
         own, *others = (RingStep.home(part) for part in self.parts)
         return reduce(Tensor.add_, others, own)  # type: ignore[arg-type]
-
-
-def in_turn(ways: list[Way]) -> Iterator[Way]:
-    """Yield the directions alternately, one for each step. Once one of them has no steps left, yield only the other."""
-    turns = chain.from_iterable(zip_longest(*([way] * way.visits for way in ways)))
-    return (way for way in turns if way is not None)

@@ -31,7 +31,6 @@ class HeadExchange(OneWay):
     """The strategy "ulysses". ``ring.plan.head_split`` assigns the heads to the ranks of a group."""
 
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
-        """Return the queries, keys and score of all tokens of this rank's group, for the heads that are assigned to this rank."""
         head_split, place = _head_split_of(ring)
         extents = None if score.extents is None else clipped(score.extents)
         to_all = [None if x is None else x.expand(head_split.ranks, *x.shape) for x in (keys.bits, keys.extents, extents)]
@@ -45,8 +44,7 @@ class HeadExchange(OneWay):
         return tuple(inside), keys, _shared(score, extents, head_split, place)
 
     def collect(self, results: tuple[Tensor, ...], ring: Ring) -> tuple[Tensor, ...]:
-        """Return the results of this rank's own tokens, for all heads."""
-        return tuple(_collected(results, ring))
+        return _collected(results, ring)
 
     def collect_gradients(
         self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
@@ -59,16 +57,13 @@ class HeadExchange(OneWay):
         dq, dkv = _collected((dq.to(dtype), dkv.to(dtype) if head_split.copies == 1 else dkv), ring)
         if head_split.copies > 1:
             dkv = summed(dkv.unflatten(2, (head_split.kv_heads, head_split.copies)).movedim(3, 0).contiguous())
-        dsinks = of_q.sinks
-        if dsinks is not None:  # add zeros for the heads of other ranks
-            dsinks = torch.nn.functional.pad(
-                dsinks, (place * head_split.q_local, (head_split.ranks - place - 1) * head_split.q_local)
-            )
-        return dq, dkv, dsinks
+        if of_q.sinks is None:
+            return dq, dkv, None
+        zeros = place * head_split.q_local, (head_split.ranks - place - 1) * head_split.q_local  # for the heads of other ranks
+        return dq, dkv, torch.nn.functional.pad(of_q.sinks, zeros)
 
 
 def _head_split_of(ring: Ring) -> tuple[HeadSplit, int]:
-    """Return the plan's head split, and this rank's index in its group of ranks that exchange heads."""
     head_split = ring.plan.head_split
     assert head_split is not None
     return head_split, rank_in(ring.group) % head_split.ranks
@@ -82,17 +77,13 @@ def _shared(score: Score, extents: Tensor | None, head_split: HeadSplit, place: 
     if seed is not None:
         seed = seed.clone()
         seed[3] += first
-    return score._replace(
-        extents=extents,
-        sinks=of_heads(score.sinks),
-        alibi_slopes=of_heads(score.alibi_slopes),
-        dropout_seed=seed,
-    )
+    sinks, slopes = of_heads(score.sinks), of_heads(score.alibi_slopes)
+    return score._replace(extents=extents, sinks=sinks, alibi_slopes=slopes, dropout_seed=seed)
 
 
-def _collected(arrays: tuple[Tensor, ...], ring: Ring) -> list[Tensor]:
+def _collected(arrays: tuple[Tensor, ...], ring: Ring) -> tuple[Tensor, ...]:
     """Swap heads for tokens: turn [b ranks*n heads/ranks ...], tokens of the group, into [b n heads ...], tokens of this rank."""
     head_split, place = _head_split_of(ring)
     sent = tuple(by_rank(by_shard(x, ring), head_split.ranks) for x in arrays)
     arrived = exchange(sent, rank_in(ring.group) - place, ring.group).wait()
-    return [x.movedim(0, 2).flatten(2, 3) for x in arrived]
+    return tuple([x.movedim(0, 2).flatten(2, 3) for x in arrived])
