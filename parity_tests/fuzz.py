@@ -184,9 +184,11 @@ def recurrences(draw: Callable[[st.SearchStrategy[Any]], Any], rule: str) -> tup
 
 def fuzz_recurrences(framework: str, examples: int, number: int) -> None:
     """Compare that many random calls of each rule, their results and gradients, with the rule token by token in float64."""
+    from .claims.test_recurrences import errors
+    from .jax.framework import Jax
     from .support.recurrences import SEQUENTIAL
     from .support.spawn import Ranks
-    from .test_recurrence import on_devices, on_rank
+    from .torch.framework import Torch
 
     pool = Ranks() if framework == "torch" else None
     for rule in SEQUENTIAL:
@@ -195,8 +197,8 @@ def fuzz_recurrences(framework: str, examples: int, number: int) -> None:
         @settings(max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=SLOW_IS_FINE)
         @given(recurrences(rule))
         def is_exact(drawn: tuple[Any, ...]) -> None:
-            of_ranks = [on_devices(*drawn)] if pool is None else pool(drawn[0], on_rank, *drawn[1:])
-            assert max(max(errors) for errors in of_ranks) < 1e-12, drawn
+            package = Jax() if pool is None else Torch(lambda: pool)
+            assert max(errors(package, *drawn)) < 1e-12, drawn
 
         is_exact()
     if pool is not None:

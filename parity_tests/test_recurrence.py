@@ -1,35 +1,20 @@
-"""Recurrences and convolutions on a ring are those of one device, in both packages, every layout, and with packed documents."""
+"""Recurrences on a ring: states carried in order of position, messages of one length, and the same error on every rank."""
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
 import torch
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import ring_attn_torch
 
-from .support.recurrences import DOCUMENTS, LENGTH, SEQUENTIAL, Rows, call, ids_of, make
-from .support.selection import first
-from .support.spawn import TIMEOUT
+from .support.recurrences import DOCUMENTS, ids_of, place, relative
 
-PLACES = [("zigzag", True), ("balanced", True), ("contiguous", False), ("zigzag", False), ("contiguous", True)]
-"""Layouts, and whether the rows are packed documents."""
 IDS = ids_of(DOCUMENTS)
-
-
-def place(layout: str, ranks: int, rows: Rows = DOCUMENTS) -> Any:
-    """Return the layout's name, or the balanced layout of the documents."""
-    if layout != "balanced":
-        return layout
-    ids = ids_of(rows)
-    return ring_attn_torch.shard_batch(torch.zeros_like(ids), layout, ranks, 0, documents=ids).layout
 
 
 def in_place(layout: str, ranks: int) -> tuple[Any, str, dict[str, Any]]:
@@ -38,141 +23,18 @@ def in_place(layout: str, ranks: int) -> tuple[Any, str, dict[str, Any]]:
     return (where, "zigzag", {"layout": where}) if layout == "balanced" else (where, layout, {})
 
 
-def relative(found: Any, expected: Any) -> float:
-    """Return the norm of the error over that of the expected array, or over 0.01 if that is less: a gradient may be 0."""
-    return float(np.linalg.norm(np.asarray(found) - expected) / max(np.linalg.norm(expected), 0.01))
-
-
-def on_rank(group: Any, rule: str, layout: str, documents: bool, rows: Rows = DOCUMENTS, compute: Any = call) -> list[float]:
-    """Return the relative errors of a rank's result and gradients; those of whole arrays are summed over the ranks."""
-    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-    problem, where, length = make(rule, documents, rows), place(layout, ranks, rows), sum(rows[0])
-    shard = lambda x: ring_attn_torch.to_layout(x, where, ranks).chunk(ranks, 1)[rank]
-    leaves = [(shard(x) if i < problem.sharded else x).clone().requires_grad_() for i, x in enumerate(problem.arrays)]
-    extents = shard(ring_attn_torch.document_extents(ids_of(rows))) if documents else None
-    out = compute(ring_attn_torch, rule, leaves, group=group, layout=where, length=length, extents=extents)
-    gradients = torch.autograd.grad((out * shard(problem.cotangent(problem.shape))).sum(), leaves)
-    found, expected = [out.detach(), *gradients], [torch.from_numpy(x) for x in problem.reference()]
-    errors = []
-    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
-        if i <= problem.sharded:
-            errors.append(relative(a, shard(b).numpy()))
-        else:
-            if ranks > 1:
-                torch.distributed.all_reduce(a, group=group)
-            errors.append(relative(a, b.numpy()))
-    return errors
-
-
-@pytest.mark.parametrize("ranks", first([3, 1, 2, 4, 8]))
-@pytest.mark.parametrize(("layout", "documents"), first(PLACES, 2))
-@pytest.mark.parametrize("rule", SEQUENTIAL)
-def test_a_ring_of_pytorch_is_one_device(gloo, rule, layout, documents, ranks):
-    for errors in gloo(ranks, on_rank, rule, layout, documents):
-        assert max(errors) < 1e-13
-
-
-@pytest.mark.parametrize("rule", SEQUENTIAL)
-def test_a_rank_without_tokens_takes_part_in_the_backward(gloo, rule):
-    for errors in gloo(4, on_a_ring_that_ends, rule):
-        assert max(errors) < 1e-13
-
-
-def on_a_ring_that_ends(group: Any, rule: str) -> list[float]:
-    """Return the relative errors of 5 tokens over 4 ranks, the last without any. A rank that waits for another fails in 60 s."""
-    _set_pg_timeout(timedelta(seconds=60), group)
-    try:
-        return on_rank(group, rule, "contiguous", False, [[5], [5]])
-    finally:
-        _set_pg_timeout(TIMEOUT, group)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", first([3, 1, 2, 4, 8]))
-@pytest.mark.parametrize(("layout", "documents"), first(PLACES))
-@pytest.mark.parametrize("rule", first(["kda", "mamba2", "gdn", "mamba1", "convolution"], 2))
-def test_a_ring_of_jax_is_one_device(rule, layout, documents, ranks):
-    pytest.importorskip("jax")
-    assert max(on_devices(ranks, rule, layout, documents)) < 1e-13
-
-
 def test_one_device_of_jax_sends_no_state():
     jax = pytest.importorskip("jax")
     import ring_attn_jax
 
+    from .claims.test_recurrences import errors
+    from .jax.framework import Jax
     from .jax.ring import mesh_of
 
-    assert max(on_devices(1, "mamba2", "contiguous", False, [[5], [5]])) < 1e-13
+    assert max(errors(Jax(), 1, "mamba2", "contiguous", False, [[5], [5]])) < 1e-13
     bias, over = jax.numpy.ones((1, 1, 2, 3, 4)), jax.P(None, "seq")
     carried = lambda bias: ring_attn_jax.carry(bias, decay=bias[..., :1, :1], layout="contiguous")
     assert not jax.shard_map(carried, mesh=mesh_of(1), in_specs=over, out_specs=over)(bias).any()
-
-
-def on_devices(
-    ranks: int, rule: str, layout: str, documents: bool, rows: Rows = DOCUMENTS, dtype: str = "float64"
-) -> list[float]:
-    """Return the relative errors of the result and the gradients of all devices of JAX, of arrays rounded to ``dtype``."""
-    import jax
-
-    with jax.enable_x64(True):
-        where = place(layout, ranks, rows)
-        problem, results, given = problem_of_jax(ranks, rule, where, documents, rows, dtype)
-        shard = lambda x: ring_attn_torch.to_layout(torch.from_numpy(x), where, ranks).numpy()
-        expected = enumerate(problem.reference(getattr(torch, dtype)))
-        expected = [shard(x) if i <= problem.sharded else x for i, x in expected]
-        found = jax.jit(results)(*given)
-        return [relative(np.asarray(a).astype(np.float64), b) for a, b in zip(found, expected, strict=True)]
-
-
-def problem_of_jax(ranks: int, rule: str, where: Any, documents: bool, rows: Rows, dtype: str) -> tuple[Any, Any, Any]:
-    """Return a problem, the function of JAX that computes its result and gradients on a ring, and that function's arguments."""
-    import jax
-    from jax.sharding import AxisType, PartitionSpec
-
-    import ring_attn_jax
-
-    to_jax = lambda x: jax.numpy.asarray(x.double().numpy()).astype(str(x.dtype)[6:])
-    problem, length, kind = make(rule, documents, rows), sum(rows[0]), getattr(torch, dtype)
-    shard = lambda x: ring_attn_jax.to_layout(to_jax(x), where, ranks)
-    arrays = [shard(x) if i < problem.sharded else to_jax(x) for i, x in enumerate(problem.rounded(kind))]
-    extents = [shard(ring_attn_torch.document_extents(ids_of(rows)))] if documents else []
-    mesh = jax.make_mesh((ranks,), ("seq",), devices=jax.devices()[:ranks], axis_types=(AxisType.Auto,))
-    over_tokens = PartitionSpec(None, "seq")
-    specs = [over_tokens if i < problem.sharded else PartitionSpec() for i in range(len(arrays))]
-
-    def on_ring(*arrays: Any) -> Any:
-        arrays, extents = arrays[: len(specs)], arrays[len(specs) :]
-        return call(ring_attn_jax, rule, arrays, layout=where, length=length, extents=extents[0] if extents else None)
-
-    ring = jax.shard_map(on_ring, mesh=mesh, in_specs=(*specs, *[over_tokens] * len(extents)), out_specs=over_tokens)
-
-    def results(arrays: Any, cotangent: Any) -> Any:
-        out, backward = jax.vjp(lambda *arrays: ring(*arrays, *extents), *arrays)
-        return out, *backward(cotangent)
-
-    return problem, results, (arrays, shard(problem.cotangent(problem.shape).to(kind)))
-
-
-def test_a_document_changes_no_bit_of_another(gloo):
-    assert all(gloo(2, probed))
-
-
-def probed(group: Any) -> bool:
-    """Return whether a changed token of row 0's third document changes that document alone."""
-    changed = []
-    for rule in SEQUENTIAL:
-        problem, results = make(rule, True), []
-        for change in (0, 1):
-            arrays = [x.clone() for x in problem.arrays]
-            arrays[0][0, 20] += change
-            shard = lambda x: ring_attn_torch.to_layout(x, "zigzag", 2).chunk(2, 1)[group.rank()]
-            arrays = [shard(x) if i < problem.sharded else x for i, x in enumerate(arrays)]
-            where = {"extents": shard(ring_attn_torch.document_extents(IDS)), "length": LENGTH}
-            out = call(ring_attn_torch, rule, arrays, group=group, **where)
-            results.append(ring_attn_torch.gather(out, group=group, length=LENGTH))
-        differs = (results[0] != results[1]).flatten(2).any(-1)
-        changed.append(bool(differs[0, 20]) and not differs[0, :6].any() and not differs[0, 46:].any() and not differs[1].any())
-    return all(changed)
 
 
 @pytest.mark.parametrize(

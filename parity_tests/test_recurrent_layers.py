@@ -17,10 +17,10 @@ from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.lora import LoRA
 from ring_attn_core.model.memory import Training, peak_memory
 
-from .support.recurrences import DOCUMENTS, LENGTH
+from .support.recurrences import DOCUMENTS, LENGTH, relative
 from .support.recurrent_layers import DIM, HEADS, LAYERS, SIZES, like, reference, tokens
 from .support.selection import first
-from .test_recurrence import IDS, in_place, relative
+from .test_recurrence import IDS, in_place
 
 PLACES = [("zigzag", True), ("balanced", True), ("contiguous", True), ("zigzag", False)]
 """Layouts, and whether the rows are packed documents."""

@@ -14,13 +14,13 @@ import torch
 from ring_attn_core import full
 from ring_attn_torch import dilated_attention, summary_attention
 
-from ..jax import dilated as dilated_on_jax
-from ..jax import test_summary as summary_on_jax
+from ..jax.framework import Jax
 from ..support.dilated import Case, check, whole
 from ..support.summaries import MEAN, SummaryCase
 from ..torch.dilated import on_rank
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+JAX = Jax()
 SIZES: dict[str, Any] = {"ranks": 1, "local": 1000, "heads": 8, "kv_heads": 2, "head_dim": 64, "v_dim": 64, "batch": 1}
 DILATED = [
     Case((128, 256, 1024), (1, 2, 8), **SIZES, dtype="bfloat16"),
@@ -36,7 +36,7 @@ SUMMARY = [
 @pytest.mark.parametrize("case", DILATED, ids=str)
 def test_dilated_attention_is_right_in_both_frameworks(case):
     check(case, whole([on_rank(None, case.dtype, case.arguments, case.shards()[0], "cuda")]))
-    check(case, dilated_on_jax.run(case))
+    check(case, JAX.dilated(case))
 
 
 @pytest.mark.parametrize("case", SUMMARY, ids=str)
@@ -48,7 +48,7 @@ def test_summary_attention_is_right_in_both_frameworks(case):
     results = *total, *torch.autograd.grad(total, leaves, (given["dout"].to(dtype), given["dlse"]))
     ours = [x.detach().float().cpu().numpy() for x in results]
     case.check([*ours, *[None] * (case.pooling == MEAN)])
-    case.check(summary_on_jax.run(case))
+    case.check(JAX.summary(case))
 
 
 @pytest.mark.parametrize(

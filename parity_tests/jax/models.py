@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ring_attn_jax import from_layout, shard_batch, to_layout
 from ring_attn_jax.layers.attention import RingAttention
 from ring_attn_jax.layers.dilated import DilatedRingAttention
+from ring_attn_jax.layers.summary import SummaryAttention
 from ring_attn_jax.layers.transformer import RingTransformer
 from ring_attn_jax.training.loss import loss
 from ring_attn_jax.training.weights import from_numpy, to_numpy
@@ -44,15 +45,16 @@ def run_layer(
 ) -> Arrays:
     """out, dx and the weights' gradients of RingAttention, in natural order; ``whole``: the layer builds the shard_map itself.
 
-    With ``segments`` among the arguments it is a DilatedRingAttention.
+    With ``segments`` among the arguments it is a DilatedRingAttention, with ``summaries`` a SummaryAttention.
     """
     mesh = mesh_of(ranks)
     made, called = made_and_called(arguments)
-    kind = DilatedRingAttention if "segments" in made else RingAttention
+    kind = DilatedRingAttention if "segments" in made else SummaryAttention if "summaries" in made else RingAttention
     layer = kind(**LAYER | made, mesh=mesh if whole else None, rngs=nnx.Rngs(0))
     graph, state = nnx.split(from_numpy(layer, weights), nnx.Param)
-    there = lambda array: to_layout(jnp.asarray(array), layer.options.layout, ranks)
-    back = lambda array: np.asarray(from_layout(array, layer.options.layout, ranks, LENGTH))
+    layout = "contiguous" if isinstance(layer, SummaryAttention) else layer.options.layout
+    there = lambda array: to_layout(jnp.asarray(array), layout, ranks)
+    back = lambda array: np.asarray(from_layout(array, layout, ranks, LENGTH))
     arrays = {name: there(x) for name, x in called.items() if isinstance(x, np.ndarray)}
     numbers = {name: x for name, x in called.items() if name not in arrays}
 

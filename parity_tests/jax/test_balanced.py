@@ -1,9 +1,9 @@
-"""The balanced layout of JAX: exact with each feature, refused by name where it does not run, and equal documents alone."""
+"""The balanced layout of JAX as traced arrays: exact, compiled once for all documents, and refused by name elsewhere."""
 
 from __future__ import annotations
 
 import re
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,98 +26,13 @@ from ring_attn_jax import (
     to_layout,
 )
 
-from ..support.balanced import CASES, DOCUMENTS, JOINED_CASES, TREE_CASES, batch_of_documents, check_documents
-from ..support.cases import Case, check, computed_bound
+from ..support.balanced import DOCUMENTS, batch_of_documents
+from ..support.cases import Case, computed_bound
 from ..support.selection import first
-from .ring import QUICK, SEQ, mesh_of, run_once
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.parametrize("case", first([CASES[i] for i in (0, 1, 2, 3, 7, 4, 5, 6)], most=5), ids=str)
-def test_each_feature_and_strategy_is_exact(case):
-    check(case, run_once(case))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", first([JOINED_CASES[i] for i in (0, 3, 1, 2)], most=2), ids=str)
-def test_joined_shards_are_exact(case):
-    check(case, run_once(case))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", first([TREE_CASES[i] for i in (2, 4, 0, 3, 1, 5, 6, *range(7, len(TREE_CASES)))], 1, 4), ids=str)
-def test_attention_over_trees_is_exact(case):
-    check(case, run_once(case))
-
-
-@cache
-def program(strategy: str = "auto") -> Any:
-    """Return a function of whole q, k, v and dout that returns out and the gradients of q, k and v of packed documents."""
-    ids, documents, _ = batch_of_documents()
-    shard = shard_batch(jnp.asarray(ids), "balanced", 3, documents=jnp.asarray(documents))
-    layout, extents, length = shard.layout, shard.extents, shard.length
-    assert layout is not None
-    where: Any = {"mesh": mesh_of(3), "layout": layout, "strategy": strategy}
-    call = partial(sharded_ring_attention, length=length, extents=extents, **where)
-
-    @partial(jax.jit, compiler_options=QUICK if jax.default_backend() == "cpu" else None)
-    def results(*arrays: jax.Array) -> list[jax.Array]:
-        *qkv, dout = (to_layout(x, layout, 3) for x in arrays)
-        out, vjp = jax.vjp(call, *qkv)
-        return [from_layout(x, layout, 3, length) for x in (out, *vjp(dout))]
-
-    return results
-
-
-@pytest.mark.exhaustive
-def test_packed_documents_are_each_as_if_alone():
-    documents, arrays = batch_of_documents()[1:]
-    check_documents(documents, arrays, [np.asarray(x) for x in program()(*arrays)])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", first(["direct", "ring", "gather"], 1))
-def test_a_document_changes_no_bit_of_another(strategy):
-    documents, arrays = batch_of_documents()[1:]
-    changed = documents == 3
-    other = [np.where(changed[..., None, None], -3 * x, x) for x in arrays]
-    for x, y in zip(*[map(np.asarray, program(strategy)(*each)) for each in (arrays, other)], strict=True):
-        np.testing.assert_array_equal(x[~changed], y[~changed])
-        assert (x[changed] != y[changed]).any()
-
-
-@pytest.mark.parametrize("rank", range(4))
-def test_a_shard_is_the_part_of_all_shards(rank):
-    ids, documents, _ = batch_of_documents()
-    shard_of = partial(shard_batch, jnp.asarray(ids), "balanced", 4, documents=jnp.asarray(documents), restart_positions=True)
-    whole, shard = shard_of(), shard_of(rank)
-    assert shard.layout == whole.layout
-    for name in ("ids", "labels", "positions", "extents"):
-        np.testing.assert_array_equal(np.split(getattr(whole, name), 4, 1)[rank], getattr(shard, name))
-
+from .ring import QUICK, SEQ, mesh_of
 
 OF_TWO = balanced_layout((20, 12), 2)
 UNORDERED = BalancedLayout((((16, 16),), ((8, 8), (0, 8))), 32)
-
-
-@pytest.mark.parametrize(
-    ("layout", "options", "message"),
-    [
-        (OF_TWO, {"backend": "hopper", "dropout_rate": 0.1, "dropout_seed": 3}, "dropout_seed counts positions along runs"),
-        (UNORDERED, {"backend": "triton"}, "the runs of a rank are not in order of position"),
-        (OF_TWO, {"length": 31}, "this layout deals 32 tokens to 2 ranks, got 31 tokens and 2 ranks"),
-        (balanced_layout((20, 12), 4), {}, "this layout deals 32 tokens to 4 ranks, got 32 tokens and 2 ranks"),
-        (balanced_layout((20, 20), 2), {}, "each shard of this balanced layout has 20 tokens, got 16 in q and 16 in k"),
-        ("balanced", {}, "a balanced layout follows from documents"),
-    ],
-)
-def test_what_does_not_run_is_refused_by_name(layout: Any, options: dict[str, Any], message: str):
-    q = jnp.zeros((1, 32, 4, 8))
-    attention = jax.shard_map(partial(ring_attention, layout=layout, **options), mesh=mesh_of(2), in_specs=SEQ, out_specs=SEQ)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        jax.eval_shape(attention, q, q, q)
 
 
 def test_documents_that_jax_traces_are_refused():

@@ -14,50 +14,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ring_attn_core import causal, full, sliding_window
 from ring_attn_core.reference.dilated import DilatedFeatures, patterns
-from ring_attn_jax import DilatedRingAttention, RingAttention, dilated_attention_fn
+from ring_attn_jax import DilatedRingAttention, dilated_attention_fn
 
-from ..support.models import LAYER, check_layer, dilated_arguments, layer_data, layer_weights
 from ..support.selection import first
-from .models import run_layer
 from .ring import mesh_of
 
 TWO: dict[str, Any] = {"segments": (3, 8), "dilations": (1, 2)}
 ONE: dict[str, Any] = {"segments": (3,), "dilations": (1,)}
 WHOLE: dict[str, Any] = {"segments": (64,), "dilations": (1,)}
 """One segment that covers every sequence here: all tokens attend to all."""
-ARGUMENTS = dilated_arguments()
 TOKENS = 13
-
-
-@pytest.mark.parametrize(
-    ("ranks", "name", "whole"),
-    [
-        pytest.param(1, "window", False, marks=pytest.mark.exhaustive),
-        (2, "hidden keys", False),
-        pytest.param(4, "heads", True, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_layer_over_a_ring_is_dense_attention_of_the_same_sparsity(ranks, name, whole):
-    x, dout = layer_data()
-    check_layer(run_layer(layer_weights(), x, dout, ranks, ARGUMENTS[name], whole), layer_weights(), x, dout, **ARGUMENTS[name])
-
-
-@pytest.mark.exhaustive
-def test_layer_of_one_segment_is_ring_attention_of_the_same_seed():
-    x, mesh = jnp.asarray(layer_data()[0][:, :36]), mesh_of(2)
-    ring = RingAttention(**LAYER, layout="contiguous", mesh=mesh, rngs=nnx.Rngs(0))
-    dilated = DilatedRingAttention(**LAYER, **WHOLE, mesh=mesh, rngs=nnx.Rngs(0))
-    assert jax.tree.structure(nnx.state(ring)) == jax.tree.structure(nnx.state(dilated))
-    np.testing.assert_allclose(dilated(x), ring(x), atol=1e-6)
-
-
-@pytest.mark.exhaustive
-def test_future_tokens_change_nothing():
-    x = jnp.asarray(layer_data()[0][:, :36])
-    layer = DilatedRingAttention(**LAYER, **TWO, mesh=mesh_of(4), rngs=nnx.Rngs(0))
-    out, other = layer(x), layer(x.at[:, 17:].add(1))
-    np.testing.assert_array_equal(out[:, :17], other[:, :17])
-    assert (out != other).any()
 
 
 MASKS = {

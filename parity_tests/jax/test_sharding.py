@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -19,45 +18,25 @@ from ring_attn_jax import (
     attend_block,
     causal_conv,
     document_extents,
-    loss,
     prefix_extents,
     shard_batch,
     sharded_ring_attention,
     to_layout,
 )
 
-from ..support.models import assert_near
-from ..support.selection import first, one_in
+from ..support.selection import first
 from ..support.shards import (
     DOCUMENTS,
     EVERYTHING,
     IDS,
-    IMPOSSIBLE,
-    IMPOSSIBLE_GRADIENT,
     KEY_MASK,
     LENGTH,
-    OPTIONS,
-    RANKS,
-    UNEVEN,
-    UNEVEN_LABELS,
     check_shard,
     extents,
     shard,
-    uneven,
-    uneven_loss,
 )
 from .models import REPLICATED
 from .ring import SEQ, mesh_of
-
-
-@pytest.mark.parametrize(("layout", "ranks"), one_in(4, product(LAYOUTS, RANKS)))
-def test_every_token_of_every_shard_is_right(layout, ranks):
-    for options in OPTIONS:
-        expected = [shard(IDS, layout, ranks, rank, **options) for rank in range(ranks)]
-        for rank in range(ranks):
-            check_shard(shard_batch(jnp.asarray(IDS), layout, ranks, rank, **options), expected[rank], LENGTH)
-        whole = {name: np.concatenate([e[name] for e in expected], 1) for name in expected[0]}
-        check_shard(shard_batch(jnp.asarray(IDS), layout, ranks, **options), whole, LENGTH)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -178,30 +157,6 @@ def test_integers_that_jax_would_wrap_are_refused():
         document_extents(np.array([[5, 2**32 - 1]]))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="documents must fit int32"):
         shard_batch(jnp.zeros((1, 2), int), "zigzag", 1, documents=jnp.array([[5, 2**32 - 1]], jnp.uint32))
-
-
-@pytest.mark.exhaustive
-def test_loss_of_uneven_shards_is_one_devices():
-    ids, embedding, head = uneven()
-    batch = shard_batch(jnp.asarray(ids), "contiguous", 4, documents=jnp.asarray(UNEVEN))
-    assert [int((x != -100).sum()) for x in jnp.split(batch.labels, 4, 1)] == UNEVEN_LABELS
-
-    def objective(weights, ids, labels, axis_name):
-        return loss(weights["embedding"][ids] @ weights["head"], labels, axis_name=axis_name)
-
-    weights = {"embedding": jnp.asarray(embedding), "head": jnp.asarray(head)}
-    step = jax.value_and_grad(partial(objective, axis_name="seq"))
-    ring = jax.shard_map(step, mesh=mesh_of(4), in_specs=(REPLICATED, SEQ, SEQ), out_specs=REPLICATED)
-    for program in (ring, jax.value_and_grad(partial(objective, axis_name=None))):
-        value, gradients = jax.jit(program)(weights, batch.ids, batch.labels)
-        assert_near({"loss": value, **gradients}, uneven_loss(), 1e-6)
-
-
-def test_loss_is_inf_with_finite_gradients_where_a_label_is_impossible():
-    ring = jax.shard_map(loss, mesh=mesh_of(4), in_specs=(SEQ, SEQ), out_specs=REPLICATED)
-    value, gradient = jax.jit(jax.value_and_grad(ring))(jnp.asarray(IMPOSSIBLE), jnp.ones((1, 4), jnp.int32))
-    assert value == jnp.inf
-    np.testing.assert_allclose(gradient, IMPOSSIBLE_GRADIENT, rtol=1e-6)
 
 
 def test_rows_over_another_axis_beside_a_ring_of_one_get_the_gradients_of_one_device():

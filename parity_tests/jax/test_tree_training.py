@@ -11,17 +11,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ring_attn_core import causal, full, sliding_window
-from ring_attn_core.data.balanced_trees import balanced_tree_layout
 from ring_attn_jax import (
-    RingAttention,
     TracedLayout,
     from_layout,
     loss,
     pack_rollouts,
     shard_batch,
     to_layout,
-    tree_extents,
 )
 from ring_attn_jax.layers.transformer import RingTransformer
 
@@ -91,63 +87,6 @@ def test_a_model_takes_the_layout_of_another_tree_without_compiling_anew():
         held = sum(tree[1])
         np.testing.assert_allclose(from_layout(logits, shard.layout, 3, 20)[:, :held], alone[:, :held], rtol=2e-4, atol=2e-4)
     assert len(compiled) == 1
-
-
-@pytest.mark.parametrize("jitted", [False, True])
-def test_shard_batch_assigns_the_segments_of_trees_to_ranks(jitted):
-    tree = ((-1, 0, 0), (-1,)), ((9, 4, 5), (17,))
-    call = lambda ids: shard_batch(ids, "balanced", 3, tree=tree)
-    shard = (jax.jit(call) if jitted else call)(jnp.arange(40).reshape(2, 20))
-    layout = balanced_tree_layout(*tree, 3, length=20)
-    assert shard.layout == layout
-    padded = np.pad(np.arange(40).reshape(2, 20), ((0, 0), (0, 1)))
-    order = [position for rank in range(3) for position in layout.positions(rank)]
-    np.testing.assert_array_equal(shard.ids, padded[:, order])
-    for mine, expected in zip((shard.key_extents, shard.positions), tree_extents(*tree), strict=True):
-        padded = np.zeros((2, 21, *expected.shape[2:]), np.int32)
-        padded[:, : expected.shape[1]] = expected
-        np.testing.assert_array_equal(mine, padded[:, order])
-
-
-TREE: dict[str, Any] = {"key_extents": jnp.asarray([[[0, 6], [1, 6], [2, 4], [3, 4], [4, 6], [5, 6]]]), "longest_path": 4}
-TREE["positions"] = jnp.asarray([[0, 1, 2, 3, 2, 3]])
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "a shorter window": ({"mask": sliding_window(2)}, TREE, "a window of 3 tokens, itself included, .* its longest path has 4"),
-    "slopes": (
-        {"alibi": True, "rotary_base": None},
-        TREE,
-        "a tree came to a layer with ALiBi slopes, which count positions of the",
-    ),
-    "later tokens": ({"mask": full()}, TREE, "a tree goes with causal layers, and this layer has mask="),
-    "a window alone": (
-        {"mask": sliding_window(9)},
-        TREE | {"longest_path": None},
-        "key_extents came to a layer with a window, .*: pass longest_path=shard.longest_path beside them",
-    ),
-    "slopes alone": ({"alibi": True}, TREE | {"longest_path": None}, "key_extents came to a layer with ALiBi slopes"),
-    "no positions": ({}, TREE | {"positions": None}, "a tree came without positions, .*: pass positions=shard.positions"),
-    "no positions, a layout": ({}, TREE | {"positions": None, "layout": "contiguous"}, "a tree came without positions"),
-    "no extents": ({}, TREE | {"key_extents": None}, "longest_path came without key_extents"),
-    "no number": ({}, TREE | {"longest_path": 4.0}, "longest_path must be an int of at least 1, .* got 4.0"),
-    "no path": ({}, TREE | {"longest_path": 0}, "longest_path must be an int of at least 1, .* got 0"),
-}
-
-
-def layer_with(**made: Any) -> RingAttention:
-    return RingAttention(8, 2, layout="contiguous", mesh=mesh_of(1), rngs=nnx.Rngs(0), **made)
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_layer_that_counts_positions_of_the_row_refuses_a_tree(case):
-    made, given, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message):
-        layer_with(**made)(jnp.ones((1, 6, 8)), **given)
-
-
-def test_a_window_of_the_longest_path_hides_nothing_and_is_left_out():
-    x = jax.random.normal(jax.random.key(0), (1, 6, 8))
-    window, causally = (layer_with(mask=mask)(x, **TREE) for mask in (sliding_window(3), causal()))
-    np.testing.assert_array_equal(window, causally)
 
 
 def test_a_jitted_function_takes_a_shard_whole():

@@ -14,6 +14,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from ring_attn_core import LAYOUTS
 
@@ -26,20 +27,21 @@ FRAMEWORKS = {"JAX": "jax", "PyTorch": "torch"}
 
 @dataclass(frozen=True)
 class Feature:
-    """A row. ``of`` selects its cases; or ``tests`` names, by framework, a test as ``file::function``."""
+    """A row. ``of`` selects its cases; or ``tests`` names a test of claims/, or by framework, as ``file::function``."""
 
     title: str
     of: Callable[[Case], bool] | None = None
-    tests: dict[str, str] | None = None
+    tests: dict[str, str] | str = ""
     gradients: str = "yes"
 
     def layouts(self, framework: str) -> frozenset[str]:
         """Return the layouts in which a test of the framework covers the feature; empty without a test."""
         if self.of:
             return frozenset(str(case.layout) for case in cases(framework) if self.of(case))
-        name, function = self.tests[framework].split("::")  # type: ignore[index]
-        test = getattr(import_module(f"parity_tests.{FRAMEWORKS[framework]}.{name}"), function)
-        tried = [*_parameters(test, "layout"), *(case.layout for case in _parameters(test, "case"))]
+        room, test = ("claims", self.tests) if isinstance(self.tests, str) else (FRAMEWORKS[framework], self.tests[framework])
+        name, function = test.split("::")
+        tried = getattr(import_module(f"parity_tests.{room}.{name}"), function)
+        tried = [*_parameters(tried, "layout", framework), *(case.layout for case in _parameters(tried, "case", framework))]
         return frozenset(map(str, tried)) or frozenset({str(Case.layout)})
 
 
@@ -72,20 +74,17 @@ FEATURES = [
     Feature("float32; float64 throughout", lambda case: case.dtype in ("float32", "float64")),
     Feature(
         "NaN where nobody may look changes nothing",
-        tests=dict.fromkeys(FRAMEWORKS, "test_ring::test_nan_that_nobody_may_see_changes_no_bit"),
+        tests="test_ring::test_nan_that_nobody_may_see_changes_no_bit",
     ),
     Feature(
         '`strategy`: `"ring"`, `"direct"`, `"two_way"`, `"gather"`, `"ulysses"`, `TwoLevel`',
-        tests=dict.fromkeys(FRAMEWORKS, "test_strategies::test_every_feature_at_once_is_exact_and_hides_nan"),
+        tests="test_strategies::test_every_feature_at_once_is_exact_and_hides_nan",
     ),
     Feature(
         '`order="global"`: the same bits on any number of ranks',
-        tests={
-            "JAX": "test_order::test_results_have_the_same_bits_on_1_2_and_3_ranks",
-            "PyTorch": "test_order::test_results_have_the_same_bits_on_1_2_3_and_4_ranks",
-        },
+        tests="test_order::test_results_have_the_same_bits_on_every_ring",
     ),
-    Feature("`attend_block`, `merge`", tests=dict.fromkeys(FRAMEWORKS, "test_block::test_blocks_merged_are_the_whole")),
+    Feature("`attend_block`, `merge`", tests="test_blocks::test_blocks_merged_are_the_whole"),
     Feature(
         "batch, sequence and heads sharded together, rings over a part of the world",
         tests={
@@ -105,19 +104,22 @@ FEATURES = [
 
 @cache
 def cases(framework: str) -> frozenset[Case]:
-    """Return every case that a test of the framework's test_ring.py is parametrised over."""
-    module = import_module(f"parity_tests.{FRAMEWORKS[framework]}.test_ring")
-    return frozenset(case for test in _tests(module) for case in _parameters(test, "case"))
+    """Return every case over which a test of claims/test_ring.py is parametrised for the framework."""
+    module = import_module("parity_tests.claims.test_ring")
+    return frozenset(case for test in _tests(module) for case in _parameters(test, "case", framework))
 
 
 def _tests(module: ModuleType) -> Iterator[Callable]:
     return (x for name, x in vars(module).items() if name.startswith("test_"))
 
 
-def _parameters(test: Callable, name: str) -> list:
-    marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
-    values = [value for mark in marks if mark.args[0] == name for value in mark.args[1]]
-    return [value.values[0] if hasattr(value, "marks") else value for value in values]
+def _parameters(test: Callable, name: str, framework: str) -> Iterator[Any]:
+    for mark in (mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"):
+        names = mark.args[0].split(",")
+        for value in mark.args[1]:
+            row = dict(zip(names, getattr(value, "values", value if len(names) > 1 else (value,)), strict=True))
+            if name in row and row.get("framework", FRAMEWORKS[framework]) == FRAMEWORKS[framework]:
+                yield row[name]
 
 
 def table() -> str:

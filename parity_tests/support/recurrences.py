@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import ring_attn_torch
+
 Rows = Sequence[Sequence[int]]
 """The lengths of each row's documents; all rows have equally many tokens."""
 LENGTH = 83
@@ -62,6 +64,19 @@ def call(package: Any, rule: str, arrays: Any, **where: Any) -> Any:
 def ids_of(rows: Rows) -> Tensor:
     """Return the document of each token, int [rows, tokens]."""
     return torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in rows])
+
+
+def place(layout: str, ranks: int, rows: Rows = DOCUMENTS) -> Any:
+    """Return the layout's name, or the balanced layout of the documents."""
+    if layout != "balanced":
+        return layout
+    ids = ids_of(rows)
+    return ring_attn_torch.shard_batch(torch.zeros_like(ids), layout, ranks, 0, documents=ids).layout
+
+
+def relative(found: Any, expected: Any) -> float:
+    """Return the norm of the error over that of the expected array, or over 0.01 if that is less: a gradient may be 0."""
+    return float(np.linalg.norm(np.asarray(found) - expected) / max(np.linalg.norm(expected), 0.01))
 
 
 def make(rule: str, documents: bool, rows: Rows = DOCUMENTS) -> Problem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -28,11 +28,32 @@ def first(values: Iterable[Any], count: int = 1, most: int | None = None, others
     return [pytest.param(*each, marks=marks[(i >= count) + (i >= max(count, most))]) for i, each in enumerate(parameters)]
 
 
+def grid(*axes: Iterable[Any]) -> list[Any]:
+    """Return parameters of a test: every combination of values of the axes, with the marks of both."""
+    rows = product(*(map(_parameter, axis) for axis in axes))
+    return [pytest.param(*(x for p in row for x in p.values), marks=[m for p in row for m in p.marks]) for row in rows]
+
+
 def one_of_each(n: int, values: Iterable[Any]) -> list[Any]:
     """Return parameters of a test: one of each ``n`` in a row runs always, in turn another; the others in ``make test-all``."""
     return [
         pytest.param(*each, marks=() if i % n == i // n % n else pytest.mark.exhaustive) for i, each in enumerate(_tuples(values))
     ]
+
+
+def in_each(names: str, jax: Iterable[Any], torch: Iterable[Any], slow: str = "", ids: Any = str) -> pytest.MarkDecorator:
+    """Parametrise a test over the fixture ``framework`` and over parameters ``names``, of which each framework has its own.
+
+    The ids name the framework first. ``jax``, ``torch``: values, tuples of values, or what the functions above return.
+    ``slow``: the framework that takes seconds for each.
+    """
+    parameters = []
+    for name, row in [("jax", each) for each in jax] + [("torch", each) for each in torch]:
+        parameter = _parameter(row)
+        marks = [*parameter.marks, *[pytest.mark.slow] * (name == slow)]
+        named = parameter.id or "-".join(map(ids, parameter.values))
+        parameters.append(pytest.param(name, *parameter.values, marks=marks, id=f"{name}-{named}"))
+    return pytest.mark.parametrize(f"framework,{names}", parameters, indirect=["framework"])
 
 
 def mark_repeats(items: Iterable[pytest.Item]) -> None:
@@ -51,6 +72,10 @@ def mark_repeats(items: Iterable[pytest.Item]) -> None:
             cases[best] = None
         for case in filter(None, cases if axes else ()):
             case.add_marker(pytest.mark.exhaustive)
+
+
+def _parameter(value: Any) -> Any:
+    return value if hasattr(value, "marks") else pytest.param(*_tuples([value])[0])
 
 
 def _tuples(values: Iterable[Any]) -> list[tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""Runs a case of parity_tests/support/dilated.py on the PyTorch ring."""
+"""Runs a case of parity_tests/support/dilated.py on a rank of PyTorch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ring_attn_core.reference.oracle import Attention
 from ring_attn_torch import dilated_attention
-
-from ..support.dilated import Case, whole
-from ..support.spawn import PerRank, Ranks
-
-
-def run(pool: Ranks, case: Case) -> Attention:
-    """out, lse, dq, dk, dv as whole arrays, padding included."""
-    return whole(pool(case.ranks, on_rank, case.dtype, case.arguments, PerRank(*case.shards())))
 
 
 def on_rank(

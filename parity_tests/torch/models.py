@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ring_attn_torch import from_layout, shard_batch, to_layout
 from ring_attn_torch.layers.attention import RingAttention
 from ring_attn_torch.layers.dilated import DilatedRingAttention
+from ring_attn_torch.layers.summary import SummaryAttention
 from ring_attn_torch.layers.transformer import RingTransformer
 from ring_attn_torch.training.gradients import sum_gradients
 from ring_attn_torch.training.loss import loss
@@ -39,21 +40,22 @@ Group = dist.ProcessGroup | None
 def layer_on_rank(group: Group, weights: Arrays, x: np.ndarray, dout: np.ndarray, arguments: dict[str, Any]) -> Arrays:
     """out, dx and the weights' gradients of RingAttention, gathered from all ranks, in natural order.
 
-    With ``segments`` among the arguments it is a DilatedRingAttention.
+    With ``segments`` among the arguments it is a DilatedRingAttention, with ``summaries`` a SummaryAttention.
     """
     made, called = made_and_called(arguments)
-    kind = DilatedRingAttention if "segments" in made else RingAttention
+    kind = DilatedRingAttention if "segments" in made else SummaryAttention if "summaries" in made else RingAttention
     layer = from_numpy(kind(**LAYER | made, group=group), weights)
     rank, ranks = rank_in(group), ranks_of(group)
-    mine = lambda array: to_layout(torch.from_numpy(array), layer.options.layout, ranks).chunk(ranks, 1)[rank]
+    layout: Any = "contiguous" if isinstance(layer, SummaryAttention) else layer.options.layout
+    mine = lambda array: to_layout(torch.from_numpy(array), layout, ranks).chunk(ranks, 1)[rank]
     shard = mine(x).requires_grad_()
     out = layer(shard, length=LENGTH, **{name: mine(x) if isinstance(x, np.ndarray) else x for name, x in called.items()})
     out.backward(mine(dout))
     sum_gradients(layer, group)
     assert shard.grad is not None
     return {
-        "out": whole(out, str(layer.options.layout), group),
-        "dx": whole(shard.grad, str(layer.options.layout), group),
+        "out": whole(out, layout, group),
+        "dx": whole(shard.grad, layout, group),
         **gradients(layer),
     }
 

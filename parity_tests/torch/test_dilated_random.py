@@ -15,7 +15,8 @@ from ..support import spawn
 from ..support.dilated import Case, check, drawn
 from ..support.selection import first
 from ..support.spawn import PerRank
-from .dilated import on_rank, run
+from .dilated import on_rank
+from .framework import Torch
 
 DEADLINE = 30
 """Seconds for one configuration. Longer than gloo's own, after which the ranks that wait for another say so."""
@@ -27,7 +28,7 @@ def test_random_configurations_run_without_a_hang_and_are_exact(gloo, monkeypatc
     for seed in seeds:
         case = drawn(np.random.default_rng(seed), 4)
         try:
-            check(case, run(gloo, case))
+            check(case, Torch(lambda: gloo).dilated(case))
         except Exception as error:
             error.add_note(f"seed {seed}: {case}")
             gloo.close()

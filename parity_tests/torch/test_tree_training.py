@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from ring_attn_core import causal, full, sliding_window
-from ring_attn_core.data.balanced_trees import balanced_tree_layout
+from ring_attn_core import sliding_window
 from ring_attn_core.layouts import LAYOUTS
-from ring_attn_torch import RingAttention, loss, pack_rollouts, shard_batch, to_layout, tree_extents
+from ring_attn_torch import RingAttention, loss, pack_rollouts, shard_batch, to_layout
 from ring_attn_torch.layers.transformer import RingTransformer
 from ring_attn_torch.ring.groups import Group, rank_in, ranks_of
 
+from ..claims.test_trees import TREE
 from ..support.rollouts import VOCAB, drawn_rollouts, loss_alone
 from ..support.selection import first
 from ..support.spawn import PerRank
 
 LONGEST = 14
+KEY_EXTENTS, POSITIONS = (torch.from_numpy(TREE[name]) for name in ("key_extents", "positions"))
 
 
 def model_on(group: Group, layout: str) -> RingTransformer:
@@ -56,58 +57,6 @@ def test_loss_and_gradients_of_a_tree_are_those_of_its_rollouts_alone(gloo, rank
         np.testing.assert_allclose(mine, truth.detach().numpy(), rtol=1e-5, atol=1e-5)
 
 
-def test_shard_batch_assigns_the_segments_of_trees_to_ranks():
-    tree = ((-1, 0, 0), (-1,)), ((9, 4, 5), (17,))
-    layout = balanced_tree_layout(*tree, 3, length=20)
-    shard = shard_batch(torch.arange(40).view(2, 20), "balanced", 3, 1, tree=tree)
-    assert shard.layout == layout
-    padded = np.pad(np.arange(40).reshape(2, 20), ((0, 0), (0, 1)))
-    np.testing.assert_array_equal(shard.ids, padded[:, layout.positions(1)])
-    for mine, expected in zip((shard.key_extents, shard.positions), tree_extents(*tree), strict=True):
-        padded = np.zeros((2, 21, *expected.shape[2:]), np.int32)
-        padded[:, : expected.shape[1]] = expected.numpy()
-        np.testing.assert_array_equal(mine, padded[:, layout.positions(1)])
-
-
-TREE: dict[str, Any] = {"key_extents": torch.tensor([[[0, 6], [1, 6], [2, 4], [3, 4], [4, 6], [5, 6]]]), "longest_path": 4}
-TREE["positions"] = torch.tensor([[0, 1, 2, 3, 2, 3]])
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "a shorter window": ({"mask": sliding_window(2)}, TREE, "a window of 3 tokens, itself included, .* its longest path has 4"),
-    "slopes": (
-        {"alibi": True, "rotary_base": None},
-        TREE,
-        "a tree came to a layer with ALiBi slopes, which count positions of the",
-    ),
-    "later tokens": ({"mask": full()}, TREE, "a tree goes with causal layers, and this layer has mask="),
-    "a window alone": (
-        {"mask": sliding_window(9)},
-        TREE | {"longest_path": None},
-        "key_extents came to a layer with a window, .*: pass longest_path=shard.longest_path beside them",
-    ),
-    "slopes alone": ({"alibi": True}, TREE | {"longest_path": None}, "key_extents came to a layer with ALiBi slopes"),
-    "no positions": ({}, TREE | {"positions": None}, "a tree came without positions, .*: pass positions=shard.positions"),
-    "no positions, a layout": ({}, TREE | {"positions": None, "layout": "contiguous"}, "a tree came without positions"),
-    "no extents": ({}, TREE | {"key_extents": None}, "longest_path came without key_extents"),
-    "no number": ({}, TREE | {"longest_path": 4.0}, "longest_path must be an int of at least 1, .* got 4.0"),
-    "no path": ({}, TREE | {"longest_path": 0}, "longest_path must be an int of at least 1, .* got 0"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_layer_that_counts_positions_of_the_row_refuses_a_tree(case):
-    made, given, message = REFUSED[case]
-    layer = RingAttention(8, 2, layout="contiguous", **made)
-    with pytest.raises(ValueError, match=message):
-        layer(torch.ones(1, 6, 8), **given)
-
-
-def test_a_window_of_the_longest_path_hides_nothing_and_is_left_out():
-    window, causally = (RingAttention(8, 2, layout="contiguous", mask=mask) for mask in (sliding_window(3), causal()))
-    causally.load_state_dict(window.state_dict())
-    x = torch.randn(1, 6, 8)
-    torch.testing.assert_close(window(x, **TREE), causally(x, **TREE), rtol=0, atol=0)
-
-
 def test_a_path_that_is_too_long_on_one_rank_is_every_ranks_error(gloo):
     for outcome in gloo.outcomes(2, attended_on_rank, PerRank(4, 5)):
         assert isinstance(outcome, ValueError)
@@ -116,7 +65,7 @@ def test_a_path_that_is_too_long_on_one_rank_is_every_ranks_error(gloo):
 
 def attended_on_rank(group: Group, longest: int) -> None:
     layer = RingAttention(8, 2, layout="contiguous", mask=sliding_window(3), group=group)
-    layer(torch.ones(1, 3, 8), torch.arange(3), key_extents=TREE["key_extents"][:, :3], longest_path=longest)
+    layer(torch.ones(1, 3, 8), torch.arange(3), key_extents=KEY_EXTENTS[:, :3], longest_path=longest)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +100,8 @@ def test_key_extents_of_bool_on_one_rank_are_every_ranks_error_by_dtype(gloo, od
 def typed_on_rank(group: Group, dtype: torch.dtype) -> None:
     rank = rank_in(group)
     model = RingTransformer(9, 8, 1, 2, layout="contiguous", group=group)
-    key_extents = TREE["key_extents"][:, 3 * rank : 3 * rank + 3].to(dtype)
-    positions = TREE["positions"][:, 3 * rank : 3 * rank + 3]
+    key_extents = KEY_EXTENTS[:, 3 * rank : 3 * rank + 3].to(dtype)
+    positions = POSITIONS[:, 3 * rank : 3 * rank + 3]
     model(torch.zeros(1, 3, dtype=torch.long), positions, key_extents=key_extents, longest_path=4)
 
 

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from ring_attn_core.data.balanced_trees import balanced_tree_layout
 from ring_attn_torch import (
-    from_layout,
     gather,
     gather_token,
     pack_rollouts,
-    ring_attention,
     to_layout,
-    token_log_probs,
     tree_extents,
     unpack_rollouts,
 )
 
-from ..support.models import assert_near
 from ..support.rollouts import Policy, policy
 from ..support.selection import first
 from ..support.spawn import PerRank
-from .models import Group, rank_in, ranks_of
+from .models import Group, rank_in
 
 
 def test_arrays_are_tensors_of_the_dtypes_of_a_shard():
@@ -43,15 +36,6 @@ def test_arrays_are_tensors_of_the_dtypes_of_a_shard():
     assert torch.equal(tree_extents(*packed.tree).positions, packed.positions)
 
 
-def test_attention_over_the_tree_is_that_of_every_rollout_alone():
-    of = policy()
-    q = torch.from_numpy(np.random.default_rng(1).standard_normal((*of.packed.ids.shape, 2, 4)))
-    attention = partial(ring_attention, layout="contiguous")
-    tree = attention(q, q, q, key_extents=tree_extents(*of.packed.tree).key_extents)
-    for out, alone in zip(of.alone(tree), of.alone(q), strict=True):
-        torch.testing.assert_close(out[None], attention(alone[None], alone[None], alone[None]))
-
-
 def test_whole_values_come_back_per_rollout_and_gradients_add_in_float32():
     rollouts = [[1, 2, 3 + i] for i in range(300)]
     packed = pack_rollouts(rollouts)
@@ -63,57 +47,6 @@ def test_whole_values_come_back_per_rollout_and_gradients_add_in_float32():
     assert values.grad[0, 0] == 300  # a sum of ones in bfloat16 ends at 256
     for features in (4, 0):
         assert unpack_rollouts(packed.ids[..., None].expand(-1, -1, features), packed)[7].shape == (2, features)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [(1, None), (1, "zigzag"), (2, "zigzag"), (4, "zigzag"), (2, "striped"), (4, "contiguous"), (3, "balanced")],
-)
-def test_grpo_on_a_ring_has_the_loss_and_gradient_of_its_rollouts_alone(gloo, ranks, layout):
-    of = policy()
-    layout = balanced_tree_layout(*of.packed.tree, ranks) if layout == "balanced" else layout
-    truth = alone(of)
-    results = gloo(ranks, grpo_on_rank, of, layout)
-    assert len({result["loss"].item() for result in results}) == 1
-    dx = torch.from_numpy(np.concatenate([result["dx"] for result in results], 1))
-    dx = dx if layout is None else from_layout(dx, layout, ranks, of.x.shape[1])
-    sums = {name: np.sum([result[name] for result in results], 0) for name in ("dweight", "dhead")}
-    assert_near({"loss": results[0]["loss"], "dx": dx.numpy(), **sums}, truth, 1e-13)
-
-
-def grpo_on_rank(group: Group, of: Policy, layout: Any) -> dict[str, np.ndarray]:
-    packed = replace(of.packed, predictors=torch.from_numpy(of.packed.predictors).long())
-    mine = lambda x: x if layout is None else to_layout(x, layout, ranks_of(group)).chunk(ranks_of(group), 1)[rank_in(group)]
-    x, labels = mine(torch.from_numpy(of.x)), mine(torch.from_numpy(packed.labels))
-    leaves = x.clone().requires_grad_(), *(torch.from_numpy(y).requires_grad_() for y in (of.weight, of.head))
-    hidden = (leaves[0] @ leaves[1]).tanh()
-    values = token_log_probs(hidden, labels, head=leaves[2], chunk=5, entropy=True)
-    value = grpo(of, *(unpack_rollouts(each, packed, group=group, layout=layout) for each in values))
-    return named(value, torch.autograd.grad(value, leaves))
-
-
-def alone(of: Policy) -> dict[str, np.ndarray]:
-    """Each rollout by itself, with the features of its tokens and all of its logits."""
-    leaves = [torch.from_numpy(y).requires_grad_() for y in (of.x, of.weight, of.head)]
-    every = [((x @ leaves[1]).tanh() @ leaves[2].T).log_softmax(-1) for x in of.alone(leaves[0])]
-    labels = (torch.tensor(tokens[1:]) for tokens in of.rollouts)
-    logp = [each.gather(1, of_rollout[:, None])[:, 0] for each, of_rollout in zip(every, labels, strict=True)]
-    value = grpo(of, logp, [-(each.exp() * each).sum(-1) for each in every])
-    return named(value, torch.autograd.grad(value, leaves))
-
-
-def grpo(of: Policy, logp: list[Tensor], entropies: list[Tensor]) -> Tensor:
-    """The clipped objective, a mean over each rollout's tokens, with an entropy bonus."""
-    total = torch.zeros((), dtype=torch.float64)
-    for new, old, entropy, advantage in zip(logp, of.old, entropies, of.advantages.tolist(), strict=True):
-        ratio = (new - torch.from_numpy(old)).exp()
-        clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-        total = total - (clipped + 0.01 * entropy).mean()
-    return total
-
-
-def named(value: Tensor, gradients: Any) -> dict[str, np.ndarray]:
-    return {"loss": value.detach().numpy()} | dict(zip(("dx", "dweight", "dhead"), (g.numpy() for g in gradients), strict=True))
 
 
 @pytest.mark.parametrize("balanced", [False, True])

@@ -1,0 +1,135 @@
+"""The strategies of both packages: exact, the same as one another, and JAX = PyTorch in float32 to 1e-6."""
+
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ring_attn_core import Ulysses
+from ring_attn_core.reference.tolerance import relative_error
+
+from ..core.test_order import LAYOUTS, plan_of
+from ..support.balanced import DIRECT_CASES
+from ..support.cases import Case, check, check_future_unseen, check_same
+from ..support.models import assert_near, layer_data, layer_weights
+from ..support.selection import first, in_each, one_in, one_of_each
+from ..support.strategies import COMBINED, EACH, ONE_EACH, PAIRS, SHARED, STRATEGIES
+from .framework import check_agree
+
+COARSE = (8, 6)
+"""Tiles that a slot fills once or twice: tests of the ring have smaller ones, which take PyTorch three times as long."""
+
+OTHERS = [case for case in EACH if case not in ONE_EACH]
+LAST_FIRST = [*reversed(STRATEGIES.values())]
+
+
+def test_a_batch_without_rows_may_have_a_key_mask_under_gather(framework):
+    case = Case(batch=0, key_mask="random", strategy="gather")
+    check(case, framework.attention(case))
+
+
+@in_each("case", jax=first(PAIRS, 0, 4), torch=one_of_each(4, PAIRS))
+@pytest.mark.slow
+def test_every_strategy_is_exact_with_every_feature(framework, case):
+    check(case, framework.attention(replace(case, tiles=COARSE), once=True))
+
+
+@in_each("case", jax=first(COMBINED, 0, 0), torch=one_in(16, COMBINED))
+def test_any_two_features_together_are_exact_under_every_strategy(framework, case):
+    check(case, framework.attention(replace(case, tiles=COARSE), once=True))
+
+
+@in_each("case", jax=first([*ONE_EACH, *OTHERS], 1, 5), torch=one_of_each(6, EACH), slow="jax")
+def test_every_feature_at_once_is_exact_and_hides_nan(framework, case):
+    case = replace(case, tiles=COARSE)
+    clean = framework.attention(case)
+    check(case, clean)
+    check_same(framework.attention(replace(case, poison=True)), clean)
+
+
+@in_each("case", jax=first([SHARED[i] for i in (1, 0, 3, 2, 4)], 0, 3), torch=SHARED, slow="jax")
+def test_key_heads_that_ranks_share_are_exact(framework, case):
+    check(case, framework.attention(case))
+
+
+@in_each("strategy", jax=first(LAST_FIRST, 0, 2), torch=LAST_FIRST, slow="jax")
+def test_future_tokens_change_nothing_on_any_rank(framework, strategy):
+    case = Case("striped", strategy=strategy)
+    after = framework.attention(case.with_other_future(20), anew=True)
+    check_future_unseen(framework.attention(case), after, 20, case.length)
+
+
+def variants(dilated: Any, summary: Any, q: Any, k: Any, v: Any, pool: Any, **ring: Any) -> tuple[Any, Any]:
+    dilated_out = dilated(q, k, v, segments=(16, 32), dilations=(1, 2), **ring)
+    return dilated_out, summary(q, k, v, pool, block=4, window=6, **ring)
+
+
+@in_each("strategy", jax=first(LAST_FIRST, 0, 3), torch=one_of_each(2, LAST_FIRST))
+def test_variants_are_the_same_under_every_strategy(framework, strategy):
+    for mine, theirs in zip(results_of_variants(framework, strategy), results_of_variants(framework, "ring"), strict=True):
+        assert relative_error(mine, theirs) <= 1e-12
+
+
+@cache
+def results_of_variants(framework: Any, strategy: Any) -> list[np.ndarray]:
+    rng = np.random.default_rng(1)
+    q, k, v, *douts = (rng.standard_normal((1, 32, heads, 8)) for heads in (8, 4, 4, 8, 8))
+    both = framework.dilated_attention, framework.summary_attention
+    call = partial(variants, *(partial(function, strategy=strategy) for function in both))
+    got, gradients = framework.over_ring(4, call, [q, k, v], [np.ones((1, 4, 8))], douts)
+    return [*got, *gradients]
+
+
+@in_each("strategy", jax=first(LAST_FIRST, 0, 1), torch=one_of_each(2, LAST_FIRST))
+def test_a_layer_is_the_same_under_every_strategy(framework, strategy):
+    call = lambda strategy: framework.layer(layer_weights(), *layer_data(), 4, {"strategy": strategy})
+    assert_near(call(strategy), call("ring"), 2e-6)
+
+
+def test_one_rank_computes_as_ever(framework):
+    q, k, v = (framework.array(x) for x in np.random.default_rng(0).standard_normal((3, 2, 6, 4, 8), np.float32))
+    attend = framework.alone("ring_attention")
+    for strategy in ("gather", "ulysses", Ulysses(ranks=1)):
+        assert (attend(q, k, v, strategy=strategy) == attend(q, k, v)).all()
+
+
+AGREED = [replace(case, dtype="float32", tiles=COARSE) for case in (*ONE_EACH, *EACH, *PAIRS)]
+AGREED[len(ONE_EACH) : len(ONE_EACH)] = (replace(case, dtype="float32") for case in SHARED)
+
+
+@pytest.mark.parametrize("case", first(dict.fromkeys(AGREED), 0, 6), ids=str)
+def test_frameworks_agree_under_every_strategy(frameworks, case, record_property):
+    record_property("worst", check_agree(case, *(each.attention(case) for each in frameworks)))
+
+
+@pytest.mark.parametrize("case", first([case for case in DIRECT_CASES if case.dtype == "float32"], 0, 1), ids=str)
+def test_frameworks_agree_on_needed_keys(frameworks, case, record_property):
+    record_property("worst", check_agree(case, *(each.attention(case) for each in frameworks)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kernels_of_both_frameworks_compute_the_same_tiles_in_global_order(frameworks, layout):
+    import jax.numpy as jnp
+    import torch
+
+    from ring_attn_jax.ring.strategies import global_order as in_jax
+    from ring_attn_torch.ring.strategies import global_order as in_torch
+
+    plan = plan_of(layout, 3)
+    for own, slot in ((plan.own_queries, plan.q_slot), (plan.own_keys, plan.k_slot)):
+        assert own is not None
+        for rank in range(3):
+            ours, theirs = in_jax._tiles(own, jnp.int32(rank), slot), in_torch._tiles(own, rank, slot, torch.device("cpu"))
+            order, places = theirs.order.numpy(), theirs.places.numpy()
+            np.testing.assert_array_equal(np.minimum(ours.order, slot - 1), order)
+            np.testing.assert_array_equal(ours.rows, np.array(theirs.rows))
+            for _, n, start, _ in own.runs[rank]:
+                held = np.arange(start, start + n)
+                np.testing.assert_array_equal(order[places[held]], held)
+                np.testing.assert_array_equal(order[np.asarray(ours.places)[held]], held)
