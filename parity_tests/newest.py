@@ -33,6 +33,7 @@ TESTS = (
     *("core/test_weight_files.py", "core/test_weight_names.py", "core/test_rotary.py"),
     *("jax/test_adapters.py", "jax/test_checkpoint.py", "jax/test_kernels.py", "jax/test_layers.py", "jax/test_parallel.py"),
     *("jax/test_check_vma.py", "jax/test_gather.py", "jax/test_generate.py", "jax/test_shard_map.py", "jax/test_sharded.py"),
+    "jax/test_tokamax.py",
     *("torch/test_checkpoint.py", "torch/test_dataset.py", "torch/test_gather.py", "torch/test_generate.py"),
     *("torch/test_kernels.py", "torch/test_layers.py", "torch/test_multihead.py"),
     *("torch/test_op.py", "torch/test_opcheck.py", "torch/test_parallel.py"),

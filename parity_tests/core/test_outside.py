@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from parity_tests.outside import one, suites
-from parity_tests.outside.__main__ import describe
+from parity_tests.outside.__main__ import describe, table
 from ring_attn_core.layouts import named
 
 TESTS = """
@@ -33,7 +33,7 @@ FOUND = {
     "test_wrong": "failed",
     "test_their_mistake": "failed",
     "test_skips_itself": "skipped",
-    "test_refused": "refused",
+    "Cases::test_refused": "refused",
 }
 
 
@@ -58,7 +58,7 @@ def test_every_case_is_judged_by_who_raised_and_a_run_that_ended_goes_on(suite: 
     with pytest.raises(ValueError, match="unknown layout") as refusal:
         named("spiral")
     reasons = {case: reason for case, _, reason in cases}
-    assert reasons["test_refused"] and str(refusal.value).startswith(reasons["test_refused"])
+    assert reasons["Cases::test_refused"] and str(refusal.value).startswith(reasons["Cases::test_refused"])
     row, *lines = describe(suite, cases, 1)
     assert row.endswith("| `layouts.named` | 1 | 4 | 1 | 1 | 2 | 1 |")
     assert "- failed, 1: the suite takes one character for two" in lines and "- skipped, 1: too slow" in lines
@@ -68,6 +68,15 @@ def test_a_suite_that_is_not_there_is_left_out_in_words(tmp_path: Path):
     jax = suites.SUITES["jax"]
     installed = suites.Suite("own", "pytest", "", "tests/nn_test.py")
     assert suites.Suite("own", "no_such_package", "").obstacle(None) == "no_such_package is not installed"
+    assert suites.Suite("own", "pytest", "", needs=("no_such_package",)).obstacle(None) == "no_such_package is not installed"
     assert installed.obstacle(None) == "it stands in a checkout: pass --source NAME=FOLDER, which holds tests/nn_test.py"
     assert installed.obstacle(tmp_path) == f"{tmp_path} holds no tests/nn_test.py"
     assert jax.file == "tests/nn_test.py"
+
+
+def test_the_page_has_a_row_for_each_suite_and_ring_and_their_reasons_below():
+    found = {"jax-4": ["| jax, 4 |"], "jax-1": ["| jax, 1 |", "- refused, 2: bias"]}
+    found["tokamax-2"] = ["| tokamax, 2 |", "- skipped, 1: slow"]
+    rows = table(found).splitlines()[2:]
+    assert rows[:3] == ["| tokamax, 2 |", "| jax, 1 |", "| jax, 4 |"]
+    assert rows[3:] == ["", "**tokamax, 2 ranks**", "", "- skipped, 1: slow", "", "**jax, 1 rank**", "", "- refused, 2: bias"]

@@ -30,6 +30,7 @@ def attend(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None,
     spec = PartitionSpec(*[None] * (query.ndim - 3), "seq")
     mesh = Mesh(np.array(jax.devices()[: SETTINGS.ranks]), ("seq",), axis_types=(AxisType.Auto,))
     inside = partial(call, axis_name="seq", layout=LAYOUT, **lengths)
-    out = in_place(jax.shard_map(inside, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec), *shards)
+    ring = jax.jit(jax.shard_map(inside, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec))  # else each operation is compiled
+    out = in_place(ring, *shards)
     whole = lambda x, dim: from_layout(x, LAYOUT, SETTINGS.ranks, lengths["length"], dim=dim)
     return jax.tree.map(lambda x: whole(x, query.ndim - 3), out)

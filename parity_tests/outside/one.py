@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
 import sys
 from collections.abc import Iterator
@@ -35,10 +37,11 @@ class Settings:
 SETTINGS = Settings()
 
 
-def read(name: str) -> Any:
-    """Return the compiled text of a file of the user's checkout."""
+def read(name: str, replaced: tuple[str, str] = ("", "")) -> Any:
+    """Return the compiled text of a file of the user's checkout. ``replaced``: words of it, and ours in their place."""
     path = SETTINGS.source / name
-    return compile(path.read_text(encoding="utf-8"), str(path), "exec")
+    text = path.read_text(encoding="utf-8")
+    return compile(text.replace(*replaced) if replaced[0] else text, str(path), "exec")
 
 
 def in_place(function: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -49,18 +52,22 @@ def in_place(function: Any, *arguments: Any, **keywords: Any) -> Any:
 
 class Recorder:
     """A plugin of pytest: (case, outcome, reason) in ``report``, after each case. A run that was ended goes on from there.
-    The outcome of a case that passes and never calls our function is "theirs"."""
+    The outcome of a case that passes and never calls our function is "theirs". The first rank writes the report, all read it."""
 
     def __init__(self, report: Path) -> None:
         self._report = report
+        self._writes = os.environ.get("RANK", "0") == "0"
         self._found: list[tuple[str, str, str]] = json.loads(report.read_text()) if report.is_file() else []
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         done = {case for case, _, _ in self._found}
-        items[:] = [item for item in items if item.name not in done]
+        items[:] = [item for item in items if _name(item) not in done]
 
     def pytest_runtest_setup(self) -> None:
         SETTINGS.calls = 0
+        random.seed(0)  # the ranks draw the same tensors
+        if torch := sys.modules.get("torch"):
+            torch.manual_seed(0)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[Any]:
@@ -69,9 +76,14 @@ class Recorder:
             outcome, reason = _judge(call.excinfo.value) if call.excinfo else ("passed" if SETTINGS.calls else "theirs", "")
             if report.outcome == "skipped" and call.excinfo:
                 outcome, reason = "skipped", str(call.excinfo.value)
-            self._found.append((item.name, outcome, reason))
-            self._report.write_text(json.dumps(self._found))
+            self._found.append((_name(item), outcome, reason))
+            if self._writes:
+                self._report.write_text(json.dumps(self._found))
         return report
+
+
+def _name(item: Any) -> str:
+    return item.nodeid.partition("::")[2]
 
 
 def _judge(error: BaseException) -> tuple[str, str]:
@@ -88,12 +100,26 @@ def _judge(error: BaseException) -> tuple[str, str]:
 
 def main(name: str, source: str, ranks: str, words: str, report: str) -> int:
     suite, recorder = SUITES[name], Recorder(Path(report))
+    os.environ["JAX_NUM_CPU_DEVICES"] = ranks
     sys.modules["parity_tests.outside.one"] = sys.modules[__name__]  # the suite's module must find these settings
     SETTINGS.source, SETTINGS.ranks = Path(source), int(ranks)
     selected = " and ".join(f"({each})" for each in (suite.select, words) if each)
-    options = ["--noconftest", "-q", "--no-header", "--no-summary", "-p", "no:cacheprovider", "-c", "/dev/null", "-k", selected]
-    pytest.main([str(HERE / f"{suite.module}.py"), *options, "-o", "python_files=*.py", "-W", "ignore"], [recorder])
-    return 0
+    options = [
+        "--noconftest",
+        "-q",
+        "--tb=native",
+        "--no-header",
+        "--no-summary",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        "/dev/null",
+        "-k",
+        selected,
+    ]
+    ended = pytest.main([str(HERE / f"{suite.module}.py"), *options, "-o", "python_files=*.py", "-W", "ignore"], [recorder])
+    judged = pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED
+    return 0 if ended in judged else int(ended)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,6 @@ from tokamax._src import quantization  # type: ignore[import-not-found]
 from tokamax._src.ops.attention import base, test_base  # type: ignore[import-not-found]
 
 from .in_jax import attend
-from .one import SETTINGS
-
-jax.config.update("jax_num_cpu_devices", SETTINGS.ranks)
 
 
 def attention(q: Any, k: Any, v: Any, *, bias: Any = None, mask: Any = None, is_causal: bool = False, **others: Any) -> Any:
