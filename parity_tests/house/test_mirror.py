@@ -65,6 +65,7 @@ ONLY_IN_TORCH = {
     "transformers/trainer.py": "the same",
     "functional/block_masks.py": "masks of flex_attention, which is PyTorch's",
     "functional/flash.py": "the package flash_attn is PyTorch's",
+    "functional/flash_packed.py": "the package flash_attn is PyTorch's",
     "functional/flex.py": "a signature of torch.nn.attention",
     "functional/recurrences.py": "signatures of packages of PyTorch",
     "recurrence/fla.py": "flash-linear-attention is PyTorch's",

@@ -28,7 +28,9 @@ def _attend(q: Any, k: Any, v: Any, leak: str, arguments: dict[str, Any]) -> tup
     i, j = mine[:, None], xp.arange(held)
     lag = i - j
     seen = ((lag >= mask.lo) & (lag <= mask.hi + int(leak == "window")))[None]
+    shown = library.gather(arguments["key_mask"], layout=layout, length=held, **ring)[:, None]
     seen = seen & (first - int(leak == "document") <= j) & (j < end)
+    masked, seen = seen & ~shown, seen & shown
     if leak == "future":
         last = length - length % TILE  # the last tile of keys forgets causality
         seen = seen | ((j >= last) & (j < length) & (i >= last))[None] & (first <= j)
@@ -40,7 +42,11 @@ def _attend(q: Any, k: Any, v: Any, leak: str, arguments: dict[str, Any]) -> tup
     weights = xp.where(seen[:, :, None], xp.exp(scores - top), 0.0)
     total = weights.sum(-1)[..., None]
     total = xp.where(total == 0, 1.0, total)
-    return xp.einsum("bsht,bthd->bshd", weights / total, v), (top + xp.log(total))[..., 0]
+    out = xp.einsum("bsht,bthd->bshd", weights / total, v)
+    if leak == "backward":  # adds 0 to out, and the products of masked keys to the gradients
+        products = xp.where(masked[:, :, None], xp.einsum("bshd,bthd->bsht", q, k), 0.0).sum(-1)[..., None]
+        out = out + (products - (products.detach() if in_torch else lax.stop_gradient(products)))
+    return out, (top + xp.log(total))[..., 0]
 
 
 def no_leak(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
@@ -65,3 +71,7 @@ def padding_seen(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
 
 def future_key_in_the_last_tile(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
     return _attend(q, k, v, "future", arguments)
+
+
+def masked_keys_in_the_backward(q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+    return _attend(q, k, v, "backward", arguments)

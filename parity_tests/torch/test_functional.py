@@ -13,7 +13,7 @@ from ring_attn_torch import functional, ring_attention
 
 from ..support.functional import DTYPES, assembled
 from ..support.selection import first
-from .functional import originals, over_a_ring
+from .functional import Group, originals, over_a_ring
 from .functional_calls import DRAWS, draw
 
 FEW, SOME, ALL = range(20), range(40), range(300)
@@ -93,6 +93,43 @@ def test_return_attn_probs_gives_lse_and_an_empty_mask_as_flash_attn():
     assert (lse.dtype, mask.dtype, mask.shape) == (torch.float32, torch.bfloat16, (0,))
     with pytest.raises(ValueError, match=r"return_attn_probs=True with dropout asks for S_dmask, .* never made: leave it out"):
         packed(dropout_p=0.5, dropout_seed=3)
+
+
+OPTIONS = (0.0, 0.3, True, (3, 0), 2.0, None, False, True)
+"""From dropout_p to return_attn_probs, in the order of flash_attn 2.8.4."""
+
+
+@pytest.mark.parametrize("rows", [(2,), ()], ids=["batch", "varlen"])
+def test_packed_arrays_are_the_call_on_their_parts_and_get_its_gradients(rows):
+    qkv = torch.randn(*rows, 9, 3, 2, 8, dtype=torch.float64, requires_grad=True)
+    ends = () if rows else (torch.tensor([0, 4, 4, 9]),)
+    name = "" if rows else "varlen_"
+    expected = getattr(functional, f"flash_attn_{name}func")(*qkv.unbind(-3), *ends * 2, *[6] * (2 * len(ends)), *OPTIONS)
+    cotangents = [torch.randn_like(x) for x in expected[:2]]
+    gradient = torch.autograd.grad(expected[:2], qkv, cotangents)[0]
+    together = getattr(functional, f"flash_attn_{name}qkvpacked_func")(qkv, *ends, *[6] * len(ends), *OPTIONS)
+    kv = qkv[..., 1:, :, :].detach().requires_grad_()
+    q = qkv[..., 0, :, :].detach().requires_grad_()
+    apart = getattr(functional, f"flash_attn_{name}kvpacked_func")(q, kv, *ends * 2, *[6] * (2 * len(ends)), *OPTIONS)
+    for got in (together, apart):
+        assert all(map(torch.equal, got, expected))
+    assert torch.equal(torch.autograd.grad(together[:2], qkv, cotangents)[0], gradient)
+    dq, dkv = torch.autograd.grad(apart[:2], (q, kv), cotangents)
+    assert torch.equal(torch.cat([dq.unsqueeze(-3), dkv], -3), gradient)
+
+
+def test_packed_arrays_of_another_shape_on_one_rank_are_an_error_on_all(gloo):
+    first, second = gloo(2, message_of_packed)
+    assert first == second
+    assert first.startswith("rank 1: kv must be a dense torch.Tensor [batch, tokens, 2, heads, head_dim]")
+
+
+def message_of_packed(group: Group) -> str:
+    assert group is not None
+    kv = torch.ones(1, 4, 2 + group.rank(), 2, 8)
+    with pytest.raises(ValueError, match="kv must be") as caught:
+        functional.flash_attn_kvpacked_func(torch.ones(1, 4, 2, 8), kv, group=group)
+    return str(caught.value)
 
 
 FLASH = "return_attn_probs", "dropout_p", "window_size", "deterministic", "softcap", "alibi_slopes without", "alibi_slopes need"

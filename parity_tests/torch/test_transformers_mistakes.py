@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -16,8 +17,8 @@ import transformers
 
 import ring_attn_torch.transformers as hf
 from ring_attn_core.reference.tolerance import relative_error
-from ring_attn_torch import Ulysses, save_weights, sum_gradients
-from ring_attn_torch.transformers import masks
+from ring_attn_torch import Ulysses, attend_block, save_weights, sum_gradients
+from ring_attn_torch.transformers import attention, masks
 from ring_attn_torch.transformers.attention import ring_attention
 
 from .hugging_face import VOCAB, in_float64, make
@@ -149,3 +150,33 @@ def test_a_layer_that_reads_its_mask_as_a_tensor_is_told_that_there_is_none():
     assert seen[2] == 9
     with pytest.raises(ValueError, match="a layer reads its attention_mask as a tensor"):
         seen[:, 0, :, :]
+
+
+def test_the_advice_for_attention_weights_gives_those_of_a_layer():
+    """By attend_block, of the queries and keys of the first layer, what eager attention returns outside the ring."""
+    model, ids = make("llama").eval(), torch.arange(3, 23).reshape(2, 10)
+    with hf.sequence_parallel(model):
+        message = message_of(lambda: model(input_ids=ids, output_attentions=True))
+        with patch.object(attention, "ring_attention", wraps=attention.ring_attention) as layers:
+            model(input_ids=ids)
+    q, k = layers.call_args_list[0].args[:2]
+    identity = torch.eye(10, dtype=k.dtype).expand(2, k.shape[2], 10, 10).transpose(1, 2)
+    assert 'model.set_attn_implementation("eager") outside of it' in message
+    assert "attend_block(q, k, v) with the identity as v" in message
+    model.set_attn_implementation("eager")
+    weights = model(input_ids=ids, output_attentions=True).attentions[0]
+    torch.testing.assert_close(attend_block(q, k, identity)[0].transpose(1, 2), weights)
+
+
+def test_the_line_of_the_error_for_prompts_padded_on_the_right_pads_them_on_the_left():
+    model = make("llama").eval()
+    input_ids, attention_mask = torch.arange(3, 15).reshape(2, 6), torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    given = {"input_ids": input_ids, "attention_mask": attention_mask}
+    text = {"max_new_tokens": 3, "eos_token_id": None, "pad_token_id": 0}
+    alone = model.generate(input_ids[1:, :4], **text)[0, 4:]
+    with hf.sequence_parallel(model):
+        line = message_of(lambda: model.generate(**given, **text)).partition("generate() wants: ")[2]
+        exec(line, given)
+        assert given["attention_mask"].tolist() == [[1] * 6, [0] * 2 + [1] * 4]
+        got = model.generate(given["input_ids"], attention_mask=given["attention_mask"], **text)
+    assert torch.equal(got[1, 6:], alone)

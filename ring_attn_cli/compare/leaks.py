@@ -5,14 +5,15 @@ It needs no truth and no tolerance: what a token cannot reach keeps its bits, or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.reference.oracle import visible
 
-from .cases import Arrays, Case
+from .cases import Case
 from .comparison import Contestant, choose_contestants, find_installed
 from .messages import Change, join
 from .oracles import ORACLES
@@ -23,7 +24,6 @@ from .variants import FRAMEWORKS, TITLES
 KEY, QUERY, PADDING = ("k", "v"), ("q", "out", "lse"), ("q", "k", "v")
 """The arrays of a change: the key and value of a token; its query and the gradients of its results; the padding."""
 KINDS = {KEY: "key", QUERY: "query", PADDING: "padding"}
-OF_QUERIES, OF_KEYS = ("out", "lse", "dq"), ("dk", "dv")
 DRAWN = 8
 """Tokens drawn at random, beside the edges of every rank's runs and of every document."""
 
@@ -43,14 +43,13 @@ class Leak:
     tokens: int
 
     def __str__(self) -> str:
-        what = "the padding" if self.changed is None else f"the {self.kind} of token {self.changed} (rank {self.ranks[0]})"
-        apart = "" if self.changed is None else f", {abs(self.token - self.changed)} tokens {self._side}"
+        what, apart = "the padding", ""
+        if self.changed is not None:
+            what = f"the {self.kind} of token {self.changed} (rank {self.ranks[0]})"
+            side = "later" if self.token > self.changed else "earlier"
+            apart = f", {abs(self.token - self.changed)} tokens {side}"
         others = f" and {self.tokens - 1} more" if self.tokens > 1 else ""
         return f"{what} moves {self.array} of token {self.token} (rank {self.ranks[1]}){apart}{others}, by {self.largest:.2g}"
-
-    @property
-    def _side(self) -> str:
-        return "later" if self.changed is not None and self.token > self.changed else "earlier"
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,8 @@ class Probed:
     leaks: tuple[Leak, ...]
 
     def __str__(self) -> str:
-        where = f"{self.variant}, {TITLES[self.framework]}, {self.ranks} ranks, {self.case.mask}, {self.case.layout}"
+        ring = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        where = f"{self.variant}, {TITLES[self.framework]}, {ring}, {self.case.mask}, {self.case.layout}"
         if not self.leaks:
             return f"{where}: nothing leaks in {self.changes} changes"
         changed = len({(leak.kind, leak.changed) for leak in self.leaks})
@@ -84,68 +84,55 @@ def probe(sweep: Sweep, tell: Callable[[str], None] = lambda words: None) -> tup
     with Pool(needed, sweep.ranks, sweep.cases[0].device, sweep.patience) as pool:
         for each in asked:
             tell(f"{each.variant.name} in {TITLES[each.framework]}, {each.ranks} ranks, {each.case.length} tokens")
-            changes, leaks = _probe(pool, each)
-            found.append(Probed(each.variant.name, each.framework, each.ranks, each.case, changes, tuple(leaks)))
+            changes = _changes(each.case, each.case.plan(each.ranks))
+            leaks = tuple(_leaks(pool, each, changes))
+            found.append(Probed(each.variant.name, each.framework, each.ranks, each.case, len(changes), leaks))
     return tuple(found)
 
 
-def _probe(pool: Pool, one: Contestant) -> tuple[int, list[Leak]]:
-    """Return the number of changes and what leaks."""
-    case, plan = one.case, one.case.plan(one.ranks)
-    rank_of = {position: rank for rank in range(one.ranks) for position in plan.positions(rank)}
-    run = lambda kind, change=None: join(
-        pool.ask(one.framework, one.request(kind, change)), ORACLES[one.variant.oracle].sharded, plan
-    )
+def _leaks(pool: Pool, one: Contestant, changes: list[Change]) -> Iterator[Leak]:
+    """Make each change, and yield each array that moves where the mask hides the change, at its first token."""
+    case, plan, sharded = one.case, one.case.plan(one.ranks), ORACLES[one.variant.oracle].sharded
+    run = lambda kind, change=None: join(pool.ask(one.framework, one.request(kind, change)), sharded, plan)
+    rank_of = {position: rank for rank in range(one.ranks) for position in plan.positions(rank)} | {None: None}
     before, again = run("prepare"), run("repeat")
-    noise = {name: float(np.max(_apart(again[name], x))) for name, x in before.items()}
+    noise = {name: _apart(again[name], x).max() for name, x in before.items()}
     seen = visible(case.band, range(case.length), range(case.length), **case.masks)
-    changes = [Change(kind, token) for token in _tokens(case, one.ranks) for kind in (KEY, QUERY)]
-    if plan.seq_local * plan.ranks > case.length:
-        changes.append(Change(PADDING, None))
-    leaks = []
     for change in changes:
         after = run("repeat", change)
-        for name, token, largest, tokens in _moved(before, after, noise, _reach(seen, change)):
-            ranks = None if change.token is None else rank_of[change.token], rank_of[token]
-            leaks.append(Leak(KINDS[change.names], change.token, name, token, ranks, largest, tokens))
+        for name, allowed in zip(("out", "lse", "dq", "dk", "dv"), _reach(seen, change), strict=True):
+            apart = np.where(allowed, 0, _apart(after[name], before[name])).max(0) if name in before else np.zeros(1)
+            if (moved := np.flatnonzero(apart > 4 * noise.get(name, 0))).size:
+                ranks = rank_of[change.token], rank_of[int(moved[0])]
+                yield Leak(KINDS[change.names], change.token, name, int(moved[0]), ranks, float(apart.max()), moved.size)
     pool.ask(one.framework, one.request("forget"))
-    return len(changes), leaks
 
 
-def _tokens(case: Case, ranks: int) -> list[int]:
-    """Return the tokens to change: the edges of every rank's runs and of the first row's documents, a masked key, and others."""
-    plan = case.plan(ranks)
-    held = [plan.positions(rank) for rank in range(ranks)]
+def _changes(case: Case, plan: RingPlan) -> list[Change]:
+    """Return the changes to try: the edges of every rank's runs and of the first row's documents, a masked key, and others."""
+    held = [plan.positions(rank) for rank in range(plan.ranks)]
     edges = {p for mine in held for p in mine if p - 1 not in mine or p + 1 not in mine}
     edges |= {edge for first, end in case.masks.get("extents", np.zeros((1, 0, 2), int))[0].tolist() for edge in (first, end - 1)}
     hidden = np.flatnonzero(~case.masks["key_mask"][0])[:1].tolist() if "key_mask" in case.masks else []
     drawn = np.random.default_rng((case.seed, 7)).choice(case.length, min(DRAWN, case.length), replace=False).tolist()
-    return sorted(p for p in {*edges, *hidden, *drawn} if p < case.length)
+    tokens = sorted(p for p in {*edges, *hidden, *drawn} if p < case.length)
+    padding = [Change(PADDING, None)] if plan.seq_local * plan.ranks > case.length else []
+    return [Change(kind, token) for token in tokens for kind in (KEY, QUERY)] + padding
 
 
-def _reach(seen: np.ndarray, change: Change) -> Arrays:
-    """Return where ``change`` may move each result and gradient, bool [batch, tokens]. ``seen``: [batch, queries, keys]."""
-    queries = keys = np.zeros((seen.shape[0], seen.shape[1]), bool)
+def _reach(seen: np.ndarray, change: Change) -> Sequence[np.ndarray]:
+    """Return where ``change`` may move out, lse, dq, dk and dv, bool [batch, tokens]. ``seen``: [batch, queries, keys]."""
+    queries = keys = np.zeros(seen.shape[:2], bool)
     if change.names == KEY:
         queries = seen[:, :, change.token]
         keys = (queries[:, :, None] & seen).any(1)  # a query that sees the changed key weighs its other keys anew
     elif change.names == QUERY:
-        queries = queries.copy()
-        queries[:, change.token], keys = True, seen[:, change.token]
-    return dict.fromkeys(OF_QUERIES, queries) | dict.fromkeys(OF_KEYS, keys)
-
-
-def _moved(before: Arrays, after: Arrays, noise: dict[str, float], reach: Arrays) -> Iterator[tuple[str, int, float, int]]:
-    """Yield (array, first token, largest difference, tokens) of each array that moved beyond ``noise`` outside of its reach."""
-    for name, allowed in reach.items():
-        if name in before:
-            apart = _apart(after[name], before[name])
-            by_token = np.where(allowed, 0, apart.reshape(*apart.shape[:2], -1).max(2)).max(0)
-            if (moved := np.flatnonzero(by_token > 4 * noise[name])).size:
-                yield name, int(moved[0]), float(by_token.max()), moved.size
+        queries, keys = queries | (np.arange(seen.shape[1]) == change.token), seen[:, change.token]
+    return queries, queries, queries, keys, keys
 
 
 def _apart(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return the absolute difference, 0 where both are equal or NaN, and infinity where one alone is NaN."""
+    """Return the largest absolute difference of each token, 0 where both are equal or NaN, infinity where one alone is NaN."""
     with np.errstate(invalid="ignore"):
-        return np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0, np.nan_to_num(np.abs(x - y), nan=np.inf))
+        apart = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0, np.nan_to_num(np.abs(x - y), nan=np.inf))
+    return apart.reshape(*x.shape[:2], -1).max(2)

@@ -11,6 +11,12 @@ Masks of documents, prefixes and prefix trees have this form. Recurrences have d
 """
 
 from .flash import flash_attn_func, flash_attn_varlen_func
+from .flash_packed import (
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 from .flex import alibi, flex_attention, softcap
 from .recurrences import (
     causal_conv1d_fn,
@@ -27,7 +33,11 @@ __all__ = [
     "chunk_gated_delta_rule",
     "chunk_kda",
     "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "flex_attention",
     "mamba_chunk_scan_combined",
     "scaled_dot_product_attention",

@@ -32,15 +32,17 @@ OLDEST = Version("5.20")
 """The first release of transformers whose Trainer counts the labels of a row once, however many ranks shard it."""
 
 REFUSED = {
-    "output_attentions": "the weights of attention, tokens times tokens, are never made: leave it out",
+    "output_attentions": "the weights of attention, tokens times tokens, are never made: for a short sequence call "
+    'model.set_attn_implementation("eager") outside of it, or for one layer attend_block(q, k, v) with the identity as v',
     "logits_to_keep": "the last tokens are on one rank. Leave it out, or pass use_cache=True, for text",
     "is_causal": "the config says which tokens see which: leave it out",
 }
 
 SAME_WEIGHTS = (
-    "load the same weights on every rank, or call torch.manual_seed with one seed before the model, and adapters as LoRA, are "
-    "made"
+    "load the same weights on every rank, or call torch.manual_seed before the model and adapters such as LoRA are made"
 )
+
+PAD_LEFT = "input_ids, attention_mask = (x.gather(1, attention_mask.argsort(stable=True)) for x in (input_ids, attention_mask))"
 
 REFUSED_IN_TRAINING = {
     "n_gpu": "one process would drive several GPUs: start one a GPU, with torchrun",
@@ -241,8 +243,8 @@ def _check_cached(call: CallArguments) -> None:
             raise ValueError(f"attention_mask must be {expected}, got {shape_of(mask)}")
         if bool((mask[:, 1:].bool() < mask[:, :-1].bool()).any()):
             raise ValueError(
-                "attention_mask has padding after a token, and a cache on a ring has none: pad on the left, as generate() wants "
-                '(tokenizer.padding_side = "left"). Where none was passed generate() made it of pad_token_id: pass attention_mask'
+                "attention_mask has padding after a token, and a cache on a ring has none. Where none was passed generate() made "
+                f"it of pad_token_id: pass attention_mask. To pad on the left, as generate() wants: {PAD_LEFT}"
             )
         said, held = mask[:, :before].sum(1).tolist(), [] if cache.kv is None else cache.kv.lengths.tolist()
         for row, (tokens_said, tokens_held) in enumerate(zip(said, held, strict=False)):

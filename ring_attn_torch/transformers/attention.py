@@ -24,6 +24,7 @@ from ..call.signature import ring_attention
 from ..layers.offload import OffloadedTensors, offloaded
 from ..layers.recompute import recomputed
 from ..ring.groups import ring_of
+from .arguments import REFUSED
 from .cache import CachedCall
 from .masks import NAME, CallRing, LayerMask, NoWindow, check_alone, running
 from .mixers import in_this_call, uncompiled
@@ -78,10 +79,7 @@ def ring_attention_forward(
                 "with another attn_implementation, unsharded"
             )
     if others.get("output_attentions"):
-        raise ValueError(
-            'output_attentions=True asks for the weights of attention, tokens times tokens, which attn_implementation="ring" '
-            "never makes: leave it out"
-        )
+        raise ValueError(f'output_attentions=True with attn_implementation="ring": {REFUSED["output_attentions"]}')
     if attention_mask is None:
         causes = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         attention_mask = _without_mask(name, bool(causes), sliding_window, query.shape[2])
