@@ -66,6 +66,7 @@ FORWARDED = {
     "load_weights": "what RingTransformer.from_config takes besides the config",
     "load_llama": "the same",
     "build_model": "the ring's, for either package",
+    "_zeros": "what RingTransformer.from_config takes besides the config",
     "save_model": "the same",
     "ring_attention_forward": "what a layer of transformers hands to its attention; unknown names are refused",
     "ring_mask": "what transformers hands to whoever makes a mask",

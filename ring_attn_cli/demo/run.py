@@ -78,15 +78,20 @@ def compute(settings: DemoSettings, frameworks: list[str], console: Console) -> 
     losses: dict[str, list[float]] = {name: [] for name in frameworks}
     os.environ.update(VARIABLES | os.environ)
     preload("ring_attn_cli.train.torch_worker")  # before the comparison starts the server of all ranks
-    with console.status("") as status:
+    with console.status("") as status, WorkerGroups(settings.patience) as groups:
+        start = lambda name, ranks: groups.start(
+            name, "ring_attn_cli.demo.worker", [(name, rank, settings, groups.store) for rank in range(ranks)]
+        )
+        if "JAX" in frameworks:
+            start("JAX", 1)  # it waits with all its imports until the comparison is done
         found = compare(sweep, lambda words: status.update(f"attention: {words}"))
         console.print(draw(found, width_of(console.width)))
-        with WorkerGroups(settings.patience) as groups:
-            for name in frameworks:
-                members = range(settings.ranks if name == "PyTorch" else 1)
-                groups.start(name, "ring_attn_cli.demo.worker", [(name, rank, settings, groups.store) for rank in members])
-            for message in groups.messages():
-                losses[message.group].append(message.data)
-                steps = ", ".join(f"{name} {len(each)} of {settings.steps}" for name, each in losses.items())
-                status.update(f"training: step {steps}")
+        if "PyTorch" in frameworks:
+            start("PyTorch", settings.ranks)
+        for name in frameworks:
+            groups.send(name, settings.ranks, "train")
+        for message in groups.messages():
+            losses[message.group].append(message.data)
+            steps = ", ".join(f"{name} {len(each)} of {settings.steps}" for name, each in losses.items())
+            status.update(f"training: step {steps}")
     return found, losses

@@ -123,7 +123,7 @@ class TorchTrainer:
         self.first = dist.get_rank(place.everybody) == 0
         self._sharded = config.ring.weights == "sharded"
         with CPU if self._sharded else place.device:
-            model = build_model(config, ring_attn_torch, {}, group=place.ring)
+            model = build_model(config, ring_attn_torch, RingTransformer.from_config, group=place.ring)
         self._model: RingTransformer = shard_weights(model, place) if self._sharded else model
         self.model_config = self._model.config
         trained = [p for p in self._model.parameters() if p.requires_grad]
