@@ -8,7 +8,6 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -129,8 +128,7 @@ def warm_workers():
     """Fork the workers of our commands from the server of parity_tests/support/warm.py: a new one imports for many seconds."""
     from .support import warm
 
-    server = SimpleNamespace(get_context=lambda _: warm.context("torch", "jax"))
-    with patch("ring_attn_cli.processes.multiprocessing", server):
+    with patch("ring_attn_cli.processes.choose_context", lambda *_: warm.context("torch", "jax")):
         yield
 
 

@@ -111,6 +111,25 @@ def hold_interrupts() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
+_preloaded: list[str] = []
+
+
+def preload(module: str) -> None:
+    """Import ``module`` once for all ranks: in the server that they are forked from, if it has not started."""
+    if module not in _preloaded:
+        _preloaded.append(module)
+        multiprocessing.set_forkserver_preload([*_preloaded, *({"ring_attn_cli.main"} & {*sys.modules})])
+
+
+def choose_context(module: str, members: int) -> Any:
+    """Return the context of processes that run ``module``: ranks on CPUs are forked, for each import of PyTorch takes seconds.
+    Ranks on GPUs and a single process are spawned."""
+    if members == 1 or sys.platform != "linux" or Path("/dev/nvidiactl").exists():
+        return multiprocessing.get_context("spawn")
+    preload(module)
+    return multiprocessing.get_context("forkserver")
+
+
 class WorkerGroups:
     """Named groups of worker processes; the exit of the context ends each process that still runs.
     SIGTERM raises :class:`Terminated` in the main thread. A process, not the parent, imports a module and calls its
@@ -127,7 +146,7 @@ class WorkerGroups:
 
     def start(self, group: str, module: str, members: list[tuple[Any, ...]]) -> None:
         """Start the processes of a group: each calls ``work`` of ``module`` with one tuple of arguments in ``members``."""
-        context = multiprocessing.get_context("spawn")
+        context = choose_context(module, len(members))
         for number, arguments in enumerate(members):
             ours, theirs = context.Pipe()
             log = Path(self._folder.name, f"{group}-{number}")

@@ -67,6 +67,7 @@ FORWARDED = {
     "load_llama": "the same",
     "Block.forward": "the keywords of RingAttention's call",
     "build_model": "the ring's, for either package",
+    "_zeros": "what RingTransformer.from_config takes besides the config",
     "save_model": "the same",
     "ring_attention_forward": "what a layer of transformers hands to its attention; unknown names are refused",
     "ring_mask": "what transformers hands to whoever makes a mask",

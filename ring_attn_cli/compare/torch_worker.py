@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -46,6 +45,7 @@ class TorchRunner(CallRunner):
     def __init__(self, rank: int, groups: dict[int, Any], device: torch.device) -> None:
         super().__init__()
         self._rank, self._groups, self._device = rank, groups, device
+        self._threads = torch.get_num_threads()  # those of OMP_NUM_THREADS, else a thread for each core
 
     def prepare(self, request: Request) -> Outcome:
         """Build the call, run it once, and return this rank's results and gradients; only rank 0 returns replicated results."""
@@ -113,8 +113,7 @@ class TorchRunner(CallRunner):
             torch.cuda.synchronize()
 
     def _share_cores(self, ranks: int) -> None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(cores // ranks, 1))
+        torch.set_num_threads(max(self._threads // ranks, 1))
 
 
 def _bind(module: torch.nn.Module, arrays: Arrays) -> tuple[Any, Arrays]:

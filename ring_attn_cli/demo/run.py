@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,11 +14,17 @@ from ..compare.comparison import Comparison, compare
 from ..compare.report import draw, width_of
 from ..compare.sweep import make_sweep
 from ..output_files import check_writable
-from ..processes import Failure, WorkerGroups
+from ..processes import Failure, WorkerGroups, preload
 from . import report
 from .settings import DemoSettings
 
 NEEDS = {"PyTorch": ("torch",), "JAX": ("jax", "flax", "optax")}
+VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "XLA_FLAGS": "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true",
+}
+"""Environment variables of the processes, unless they are set: threads that wait on busy cores cost more than they compute, and
+programs that run a few times take longer to compile."""
 FRAMEWORKS = {"both": ("PyTorch", "JAX"), "torch": ("PyTorch",), "jax": ("JAX",)}
 
 
@@ -69,15 +76,22 @@ def compute(settings: DemoSettings, frameworks: list[str], console: Console) -> 
     case = {"length": settings.tokens, "layout": settings.layout}
     sweep = make_sweep(["ring"], settings.ranks, names, 1, settings.patience, **case)
     losses: dict[str, list[float]] = {name: [] for name in frameworks}
-    with console.status("") as status:
+    os.environ.update(VARIABLES | os.environ)
+    preload("ring_attn_cli.train.torch_worker")  # before the comparison starts the server of all ranks
+    with console.status("") as status, WorkerGroups(settings.patience) as groups:
+        start = lambda name, ranks: groups.start(
+            name, "ring_attn_cli.demo.worker", [(name, rank, settings, groups.store) for rank in range(ranks)]
+        )
+        if "JAX" in frameworks:
+            start("JAX", 1)  # it waits with all its imports until the comparison is done
         found = compare(sweep, lambda words: status.update(f"attention: {words}"))
         console.print(draw(found, width_of(console.width)))
-        with WorkerGroups(settings.patience) as groups:
-            for name in frameworks:
-                members = range(settings.ranks if name == "PyTorch" else 1)
-                groups.start(name, "ring_attn_cli.demo.worker", [(name, rank, settings, groups.store) for rank in members])
-            for message in groups.messages():
-                losses[message.group].append(message.data)
-                steps = ", ".join(f"{name} {len(each)} of {settings.steps}" for name, each in losses.items())
-                status.update(f"training: step {steps}")
+        if "PyTorch" in frameworks:
+            start("PyTorch", settings.ranks)
+        for name in frameworks:
+            groups.send(name, settings.ranks, "train")
+        for message in groups.messages():
+            losses[message.group].append(message.data)
+            steps = ", ".join(f"{name} {len(each)} of {settings.steps}" for name, each in losses.items())
+            status.update(f"training: step {steps}")
     return found, losses

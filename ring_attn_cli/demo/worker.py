@@ -8,20 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from ..processes import Report
+from ..processes import Worker
 from ..train.trainer_protocol import TrainStep
 from .settings import DemoSettings
 
 Step = Callable[[int, np.ndarray], TrainStep]
 
 
-def work(report: Report, framework: str, rank: int, settings: DemoSettings, store: str) -> None:
-    """Train from the same first weights on consecutive stretches of text, one for each step; rank 0 reports each loss."""
+def work(worker: Worker, framework: str, rank: int, settings: DemoSettings, store: str) -> None:
+    """Make a trainer; on a message, train on consecutive stretches of text, one for each step. Rank 0 reports each loss."""
     with {"PyTorch": _in_torch, "JAX": _in_jax}[framework](rank, settings, store) as step:
+        worker.recv()
         for number in range(settings.steps):
             loss = step(number, settings.batch(number)).loss
             if rank == 0:
-                report("loss", loss)
+                worker("loss", loss)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,16 +105,16 @@ def is_llama(folder: str) -> bool:
         return False  # load_weights raises the error
 
 
-def build_model(config: Config, package: Any, first: dict[str, Any], **options: Any) -> Any:
+def build_model(config: Config, package: Any, make: Callable[..., Any], **options: Any) -> Any:
     """Load the model from ``init_from`` if set, else draw weights by ``first_weights``. Add adapters if ``lora`` is set.
-    ``first``: the constructor's options that a load lacks. ``options``: the ring's, which both take."""
+    ``make``: makes a model of a TransformerConfig with any weights. ``options``: the ring's, for it and for a load."""
     options |= config.ring.model_options
     if config.init_from is not None:
         load = package.load_llama if is_llama(config.init_from) else package.load_weights
         param_dtype, compute_dtype = (config.model.get(name) for name in DTYPES)
         model = load(config.init_from, dtype=param_dtype, compute_dtype=compute_dtype, **options)
     else:
-        model = package.RingTransformer.from_config(config.transformer(), **options, **first)
+        model = make(config.transformer(), **options)
         package.from_numpy(model, first_weights(package.to_numpy(model), config.seed))
     if config.lora is not None:
         adapters = first_adapters(config.lora, model.config, config.seed)

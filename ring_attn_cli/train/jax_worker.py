@@ -24,6 +24,7 @@ from ring_attn_jax import (
     SequenceShardedDataset,
     Shard,
     TracedLayout,
+    TransformerConfig,
     check_ranks,
     count_labels,
     loss,
@@ -106,6 +107,13 @@ class StaticArguments(NamedTuple):
     rows: int
 
 
+def _zeros(config: TransformerConfig, mesh: Mesh, **options: Any) -> RingTransformer:
+    """Return a model with weights of 0. To draw them, JAX would compile several programs for each shape."""
+    model = nnx.eval_shape(lambda: RingTransformer.from_config(config, mesh=mesh, **options, rngs=nnx.Rngs(0)))
+    nnx.update(model, jax.tree.map(lambda x: jnp.asarray(np.zeros(x.shape, x.dtype)), nnx.state(model)))
+    return model
+
+
 class JaxTrainer:
     """The ``Trainer`` of a run in JAX over a mesh.
     A step donates the arrays of model and optimizer, so that XLA may reuse their memory."""
@@ -115,8 +123,7 @@ class JaxTrainer:
         self._config, self._mesh = config, mesh
         self._sharded = config.ring.weights == "sharded"
         with jax.default_device(jax.local_devices(backend="cpu")[0] if self._sharded else None):
-            first = {"rngs": nnx.Rngs(0)}
-            self._model: RingTransformer = build_model(config, ring_attn_jax, first, mesh=mesh, batch_axes="data")
+            self._model: RingTransformer = build_model(config, ring_attn_jax, _zeros, mesh=mesh, batch_axes="data")
         place(self._model, mesh, self._sharded)  # as a step returns them, so that step 2 does not recompile
         self.model_config = self._model.config
         trained = nnx.Param if config.lora is None else nnx.LoRAParam  # a LoRAParam is a Param too

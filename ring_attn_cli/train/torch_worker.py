@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo  # torch.optim imports it at a rank's first step; here, once for all ranks
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -122,7 +123,7 @@ class TorchTrainer:
         self.first = dist.get_rank(place.everybody) == 0
         self._sharded = config.ring.weights == "sharded"
         with CPU if self._sharded else place.device:
-            model = build_model(config, ring_attn_torch, {}, group=place.ring)
+            model = build_model(config, ring_attn_torch, RingTransformer.from_config, group=place.ring)
         self._model: RingTransformer = shard_weights(model, place) if self._sharded else model
         self.model_config = self._model.config
         trained = [p for p in self._model.parameters() if p.requires_grad]
