@@ -38,13 +38,18 @@ def causal_conv(
     ``group``, ``layout``, ``length``, ``extents`` and errors are those of :func:`halo`, which sends the ``taps - 1`` tokens
     before each run. Raise ValueError also if weight, bias or activation do not fit.
     """
+    return convolve(x, weight, bias, activation, Where(group, layout, length, extents))
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, where: Where) -> Tensor:
+    """Compute ``causal_conv`` after the ``taps - 1`` tokens ``where.initial``."""
     taps = weight.shape[-1] if weight.ndim else 0
     shapes = tuple(weight.shape), None if bias is None else tuple(bias.shape)
     check = lambda _: check_convolution(tuple(x.shape), *shapes, activation)
-    shard = RunShard.of("causal_conv", x, Where(group, layout, length, extents), check, (shapes, activation))
+    shard = RunShard.of("causal_conv", x, where, check, (shapes, activation))
     (x,) = shard.zero_padding(x)
     if taps > 1:
-        ahead = shard.mask_halo(exchange_halo(x, shard.order, taps - 1, shard.ring))
+        ahead = shard.begin_after(shard.mask_halo(exchange_halo(x, shard.order, taps - 1, shard.ring)), where.initial)
     parts = []
     for i, (base, n, start) in enumerate(shard.runs):
         own = x[:, base : base + n]
