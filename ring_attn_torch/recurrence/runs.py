@@ -220,7 +220,7 @@ class RunShard:
         return states, end
 
     def begin_after(self, halos: Tensor, before: Tensor | None) -> Tensor:
-        """Put the tokens ``before`` [batch, width, ...] the first one into the halos [batch, runs, width, ...] that reach there."""
+        """Put the tokens ``before`` [batch, width, ...] the first into the halos [batch, runs, width, ...] that reach them."""
         if before is not None:
             halos = halos.clone()
             for i, (_, n, start) in enumerate(self.runs):

@@ -29,12 +29,11 @@ from ..inference.forward import summed
 from ..inference.prefill import prefill
 from ..inference.step import DecodeStep
 from ..inference.tree_attention import tree_attention_decode
-from ..recurrence.runs import Where
 from ..ring.groups import rank_in
 from .masks import CallArguments, CallRing, LayerMask, Pattern, RunningCall
 from .mixers import mixers
 from .models import check_cacheable
-from .states import EARLIER, LinearStates, attention_layers
+from .states import LinearShard, LinearStates, attention_layers, last_tokens
 
 PAGE = 256
 """The minimum number of tokens by which a rank's part of the cache grows."""
@@ -154,13 +153,14 @@ class RingCache(LinearStates, Cache):
 
 
 @dataclass(eq=False)
-class CachedCall(RunningCall):
+class CachedCall(LinearShard, RunningCall):
     """A running call that fills or continues a cache, with the lengths, padding and cache placement of its tokens.
 
     ``tokens``: new tokens of each row, padding included; ``lengths``: without padding. ``local``: tokens in this rank's shard
     of a row, padding included, or None if each rank computes all. ``valid``: bool [batch, tokens], False for padding, or None.
-    ``keep``: logits of the last ``keep`` tokens are requested. ``own``: int64 [batch, local], the index of each token of the shard
-    among the row's new tokens, -1 for padding. ``step``: None until the first layer sets it. ``layer``: the linear layer that runs.
+    ``keep``: logits of the last ``keep`` tokens are requested. ``own``: int64 [batch, local], the index of each of the shard's
+    tokens among the new ones of its row, -1 for padding. ``step``: None until the first layer sets it. ``layer``: the linear
+    layer that runs.
     """
 
     cache: RingCache
@@ -204,25 +204,6 @@ class CachedCall(RunningCall):
         backend = ring.backend if ring.backend in ("blockwise", "triton") else "auto"
         part: dict[str, Any] = {"backend": backend, **kv.part(layer, step)._asdict()}
         return tree_attention_decode(q, q_positions=step.positions, window=window, group=ring.group, **part, **score)
-
-    @property
-    def runs_mixers(self) -> bool:
-        """Return True if the tokens are sharded, moved or continue others; one token continues them in transformers' own functions."""
-        return self.local is not None and (self.cache.ring.ranks > 1 or self.valid is not None or bool(self.cache.tokens))
-
-    def tokens_of(self, convolution: bool) -> Where:
-        """Return this rank's shard of the new tokens, and what the cache holds of the tokens before."""
-        ring, own, extents = self.cache.ring, self.own, None
-        if self.valid is not None and own is not None:
-            ends = torch.tensor(self.lengths, device=self.device)[:, None].expand_as(own).masked_fill(own < 0, EARLIER)
-            extents = torch.stack([torch.full_like(ends, EARLIER), ends], -1).int()
-        return Where(ring.group, ring.layout, self.tokens, extents, True, self.cache.initial(self.layer, convolution))
-
-    def last_of(self, x: Tensor, keep: int) -> Tensor:
-        """Return the last ``keep`` new tokens of each row of ``x`` [batch, local, dim], on every rank, 0 before the first."""
-        assert self.own is not None
-        lengths = torch.tensor(self.lengths, device=x.device)
-        return summed(last_tokens(x, self.own, lengths, keep), self.cache.ring.group)
 
     def begin(self, model: PreTrainedModel) -> None:
         """Allow cache updates during the call. If tokens are sharded, add a hook that sums ``last_tokens`` over the ranks."""
@@ -277,15 +258,6 @@ def cached_call(call: CallArguments) -> CachedCall:
         kwargs["logits_to_keep"] = keep
     kwargs["attention_mask"] = torch.ones(batch, local or count, dtype=torch.bool, device=device)
     return CachedCall(cache, count, local, lengths, present, keep, shard, device=device, kwargs=kwargs, longest=longest)
-
-
-def last_tokens(hidden: Tensor, positions: Tensor, lengths: Tensor, keep: int) -> Tensor:
-    """Return the hidden states [batch, keep, dim] of the last ``keep`` tokens of each row, 0 for tokens on other ranks.
-    ``hidden`` [batch, local, dim]: this rank's tokens, at ``positions`` [batch, local]. ``lengths``: tokens of each row."""
-    wanted = lengths[:, None] - keep + torch.arange(keep, device=lengths.device)
-    here = (positions[..., None] == wanted[:, None]) & (positions >= 0)[..., None]
-    rows = torch.arange(len(hidden), device=hidden.device)[:, None]
-    return torch.where(here.any(1)[..., None], hidden[rows, here.int().argmax(1)], 0)
 
 
 def cache_of(call: CallArguments) -> RingCache | None:

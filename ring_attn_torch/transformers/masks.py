@@ -34,7 +34,6 @@ from ring_attn_core.masks import causal, full, sliding_window
 from ring_attn_core.problem.strategies import Strategy
 from ring_attn_core.runs import Band
 
-from ..recurrence.runs import Where
 from ..ring.groups import ranks_of, ring_of
 
 NAME = "ring"
@@ -142,15 +141,6 @@ class RunningCall(ABC):
     attention_calls: int = 0
     """The number of calls of ``ring_attention_forward`` so far, without those in compiled graphs."""
     cached: ClassVar[bool] = False
-
-    @property
-    @abstractmethod
-    def runs_mixers(self) -> bool:
-        """Return True if linear layers run over the ring, False if they run as outside of a call."""
-
-    @abstractmethod
-    def tokens_of(self, convolution: bool) -> Where:
-        """Return which tokens the arrays of a linear layer, or of a convolution, hold."""
 
     @abstractmethod
     def begin(self, model: PreTrainedModel) -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionLayer
 
+from ..inference.forward import summed
+from ..recurrence.runs import Where
 from .masks import running
 
 UNCOMPILED = "torch.compile does not follow the states of linear layers: leave fullgraph=True out"
@@ -84,6 +86,46 @@ class LinearStates:
         """Make row i continue from row ``rows[i]``."""
         for states in (self.conv, self.recurrent):
             states.update({layer: x.index_select(0, rows.to(x.device)) for layer, x in states.items()})
+
+
+class LinearShard:
+    """The part of a ``CachedCall`` that linear layers over the ring use."""
+
+    cache: Any
+    lengths: list[int]
+    valid: Tensor | None
+    own: Tensor | None
+    local: int | None
+    tokens: int
+    layer: int
+
+    @property
+    def runs_mixers(self) -> bool:
+        """Return True if linear layers run over the ring: not for one more token, and not for a whole row on one rank."""
+        return self.local is not None and (self.cache.ring.ranks > 1 or self.valid is not None or self.cache.tokens > 0)
+
+    def tokens_of(self, convolution: bool) -> Where:
+        """Return this rank's shard of the new tokens, and what the cache holds of the tokens before."""
+        ring, own, extents = self.cache.ring, self.own, None
+        if self.valid is not None and own is not None:
+            ends = torch.tensor(self.lengths, device=own.device)[:, None].expand_as(own).masked_fill(own < 0, EARLIER)
+            extents = torch.stack([torch.full_like(ends, EARLIER), ends], -1).int()
+        return Where(ring.group, ring.layout, self.tokens, extents, True, self.cache.initial(self.layer, convolution))
+
+    def last_of(self, x: Tensor, keep: int) -> Tensor:
+        """Return the last ``keep`` new tokens of each row of ``x`` [batch, local, dim], on every rank, 0 before the first."""
+        assert self.own is not None
+        lengths = torch.tensor(self.lengths, device=x.device)
+        return summed(last_tokens(x, self.own, lengths, keep), self.cache.ring.group)
+
+
+def last_tokens(hidden: Tensor, positions: Tensor, lengths: Tensor, keep: int) -> Tensor:
+    """Return the hidden states [batch, keep, dim] of the last ``keep`` tokens of each row, 0 for tokens on other ranks.
+    ``hidden`` [batch, local, dim]: this rank's tokens, at ``positions`` [batch, local]. ``lengths``: tokens of each row."""
+    wanted = lengths[:, None] - keep + torch.arange(keep, device=lengths.device)
+    here = (positions[..., None] == wanted[:, None]) & (positions >= 0)[..., None]
+    rows = torch.arange(len(hidden), device=hidden.device)[:, None]
+    return torch.where(here.any(1)[..., None], hidden[rows, here.int().argmax(1)], 0)
 
 
 def attention_layers(config: Any) -> list[int]:
