@@ -218,10 +218,8 @@ def test_fused_functions_do_not_run_in_a_call_with_documents(name: str, monkeypa
 
 @pytest.mark.slow
 def test_layouts_and_calls_that_states_do_not_support_are_refused_on_every_rank(four: Any):
-    for striped, cached, generated, tree, outside in four(2, refused):
+    for striped, tree, outside in four(2, refused):
         assert "Qwen3NextForCausalLM has linear layers (model.layers.0.linear_attn for one), whose state goes" in striped
-        assert "keeps no cache over a ring, for the states of its linear layers are on the rank that has the last" in cached
-        assert "keeps no cache over a ring, for the states" in generated
         assert "whose state would branch with the tree: pass a row or a document for each path" in tree
         assert "Qwen3NextGatedDeltaNet runs inside sequence_parallel, outside of a call of its model" in outside
 
@@ -230,8 +228,6 @@ def refused(group: Any) -> list[str]:
     model, ids = make("qwen3_next"), batch("plain")["input_ids"]
     messages = [message_of(lambda: hf.sequence_parallel(model, group, "striped").__enter__())]
     with hf.sequence_parallel(model, group), torch.no_grad():
-        messages.append(message_of(lambda: model(ids, use_cache=True)))
-        messages.append(message_of(lambda: model.generate(ids, max_new_tokens=2)))
         messages.append(message_of(lambda: model(ids, tree=([[-1], [-1]], [[26], [26]]), shift_labels=ids)))
         messages.append(message_of(lambda: model.model.layers[0].linear_attn(torch.ones(2, 4, 32, dtype=torch.float64))))
     return messages

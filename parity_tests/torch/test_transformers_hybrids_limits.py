@@ -17,6 +17,7 @@ from torch import nn
 import ring_attn_torch.transformers as hf
 from ring_attn_core.reference.tolerance import relative_error
 from ring_attn_torch import sum_gradients
+from ring_attn_torch.recurrence.runs import Where
 from ring_attn_torch.transformers import mixers
 
 from .hugging_face import SMALL, in_float64
@@ -64,7 +65,7 @@ def test_a_state_space_is_as_wide_as_transformers_own_before_the_norm():
     x, dt, B, C = (torch.randn(1, 8, *dims).bfloat16() for dims in ((4, 8), (4,), (2, 4), (2, 4)))
     given = {"D": torch.ones(4), "dt_softplus": True}
     want = getattr(modeling.mamba2_chunk_scan, "__wrapped__", modeling.mamba2_chunk_scan)(x, dt, -torch.ones(4), B, C, 4, **given)
-    where = {"group": None, "layout": "contiguous", "length": 8}
+    where = Where(None, "contiguous", 8)
     got = mixers.FUNCTIONS["mamba2_chunk_scan"](where, x, dt, -torch.ones(4), B, C, **given)
     assert got.dtype == want.dtype == torch.float32
     assert relative_error(got.numpy(), want.numpy()) < 1e-2

@@ -115,7 +115,7 @@ def _prompted(model: Decoder, ids: Tensor, cache: KVCache, lengths: Lengths | No
     _agree("prefill_prompts", model, ids, cache)
     with torch.no_grad(), no_autocast(ids.device.type):
         hidden = last_hidden(model, ids, cache, lengths, fresh=fresh)
-        return logits_of(model, summed(hidden, cache)), cache
+        return logits_of(model, summed(hidden, cache.ring)), cache
 
 
 def _as_it_stands(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,12 +148,12 @@ def last_hidden(model: Decoder, ids: Tensor, cache: KVCache, lengths: Lengths | 
     return torch.where(here.any(1)[:, None], last, 0)
 
 
-def summed(hidden: Tensor, cache: KVCache) -> Tensor:
-    """Return the sum of ``hidden`` [batch, dim] over the ranks of the cache. Each row is nonzero on at most one rank."""
-    if ranks_of(cache.ring) == 1:
+def summed(hidden: Tensor, ring: Group) -> Tensor:
+    """Return the sum of ``hidden`` [batch, ...] over the ranks. Each token is nonzero on at most one rank."""
+    if ranks_of(ring) == 1:
         return hidden
     wide = hidden.to(accumulation_dtype(hidden.dtype))
-    dist.all_reduce(wide, group=cache.ring)
+    dist.all_reduce(wide, group=ring)
     return wide.to(hidden.dtype)
 
 

@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 from ring_attn_core.problem.recurrence import check_delta_rule
 
-from ..ring.carry import fold_runs
 from ..ring.halo import wide
 from .exact import exactly
 from .fla import check_fla, first_state, run_of_fla
@@ -67,15 +66,24 @@ def gated_delta_rule(
     the length. Raise ValueError as :func:`halo` does, and if shapes do not fit.
     """
     arrays = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    return delta_rule(arrays, Where(group, layout, length, extents), scale, normalize, backend)[0]
+
+
+def delta_rule(
+    arrays: dict[str, Tensor], where: Where, scale: float | None = None, normalize: bool = False, backend: str = "auto"
+) -> tuple[Tensor, Tensor | None]:
+    """Compute ``gated_delta_rule`` from ``where.initial`` on. Return also the last state [batch, v_heads, K, V], if wanted."""
+    q, k, v, g, beta = arrays.values()
     shapes = {name: tuple(x.shape) for name, x in arrays.items()}
 
     def check(_: object) -> None:
         if backend == "fla":
-            check_fla(k, v, g, extents is not None)
+            check_fla(k, v, g, where.extents is not None)
         check_delta_rule(shapes, "auto" if backend == "fla" else backend)
 
     how = (*shapes.items(), scale, normalize, backend)
-    shard = RunShard.of("gated_delta_rule", q, Where(group, layout, length, extents), check, how)
+    shard = RunShard.of("gated_delta_rule", q, where, check, how)
+    effect = bool(shard.order.slots) or where.initial is not None
     q, k, v32, g, beta = shard.zero_padding(*map(wide, arrays.values()))
     if normalize:
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
@@ -85,14 +93,15 @@ def gated_delta_rule(
     for base, n, _ in shard.runs:
         run = partial(run_of_fla, v.dtype) if backend == "fla" and n else _run
         parts = [x[:, base : base + n] for x in (q, k, v32, g, beta)]
-        out, end = run(parts, shard.documents_of(base, n, q.shape[0]), bool(shard.order.slots))
+        out, end = run(parts, shard.documents_of(base, n, q.shape[0]), effect)
         outs.append(out)
         ends.append(end)
-    if shard.order.slots:
-        b, a = torch.stack(ends, 1).split([v.shape[-1], q.shape[-1]], -1)
-        states = shard.begin_fresh(fold_runs(shard.forget(a), b, shard.order, shard.ring, True))
-        outs = [exactly(_from_state, out, states[:, i]) for i, out in enumerate(outs)]
-    return shard.join(outs).to(v.dtype)
+    last = None
+    if effect or where.last:
+        b, a = torch.stack(ends, 1).split([v.shape[-1], q.shape[-1] * effect], -1)
+        states, last = shard.states(a if effect else None, b, where, True)
+        outs = [exactly(_from_state, out, states[:, i]) for i, out in enumerate(outs)] if effect else outs
+    return shard.join(outs).to(v.dtype), last
 
 
 def _from_state(out: Tensor, state: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from ring_attn_core.problem.checks import check_along
 from ring_attn_core.problem.recurrence import check_carry, check_extents_of, check_width, order_of
 
 from ..ring.agreement import AgreedCall, agree_on
-from ..ring.carry import fold_runs
+from ..ring.carry import apply_map, fold_runs
 from ..ring.groups import Group, rank_in, ranks_of, ring_of
 from ..ring.halo import exchange_halo
 
@@ -106,12 +106,14 @@ def tied(x: Tensor, *arrays: Tensor) -> Tensor:
 
 
 class Where(NamedTuple):
-    """The arguments of a public call that say which tokens its arrays hold."""
+    """The arguments of a public call that say which tokens its arrays hold, and what a cache adds, without gradients."""
 
     group: Ring
     layout: Layout
     length: int | None = None
     extents: Tensor | None = None
+    last: bool = False  # whether to return the state after the tokens, whole on every rank
+    initial: Tensor | None = None  # with ``last``: the state before the tokens, whole; of a convolution the tokens before them
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +196,37 @@ class RunShard:
     def begin_fresh(self, states: Tensor) -> Tensor:
         """Set the states [batch, runs, ...] before runs that begin a document to 0."""
         return self._where([self._begin(base) < start for base, _, start in self._known], states)
+
+    def states(self, a: Tensor | None, b: Tensor, where: Where, matrix: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the state before each run, and the state after the last one if ``where`` asks for it. ``a`` and ``b`` [batch,
+        runs, heads, ...] are each run's map, as in ``fold_runs``; ``a`` is None if no run needs a state."""
+        after = lambda i, state: b[:, i] if a is None else apply_map(a[:, i], state, matrix) + b[:, i]
+        (rank, first), begun = self.order.order[0], b
+        first = first if rank == rank_in(self.ring) else None
+        if where.initial is not None and first is not None:
+            begun = b.clone()
+            begun[:, first] = after(first, where.initial)
+        states = torch.zeros_like(b)
+        if a is not None and self.order.slots:
+            states = self.begin_fresh(fold_runs(self.forget(a), begun, self.order, self.ring, matrix))
+        if where.initial is not None and first is not None:
+            states[:, first] = where.initial
+        if not where.last:
+            return states, None
+        owner, run = self.order.order[-1]
+        end = after(run, states[:, run]).contiguous()
+        if self.order.ranks > 1:
+            dist.broadcast(end, group=self.ring, group_src=owner)
+        return states, end
+
+    def begin_after(self, halos: Tensor, before: Tensor | None) -> Tensor:
+        """Put the tokens ``before`` [batch, width, ...] the first into the halos [batch, runs, width, ...] that reach them."""
+        if before is not None:
+            halos = halos.clone()
+            for i, (_, n, start) in enumerate(self.runs):
+                if n and start < halos.shape[2]:
+                    halos[:, i, : halos.shape[2] - start] = before[:, start:]
+        return halos
 
     @property
     def _known(self) -> tuple[tuple[int, int, int], ...]:

@@ -9,7 +9,7 @@ A run's effect on the state is a decay in closed form. Mamba-2 adds the effect o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from ring_attn_core.problem.recurrence import check_state_space
 
-from ..ring.carry import fold_runs
 from ..ring.halo import wide
 from .exact import exactly
 from .runs import Layout, Ring, RunShard, Where, tied
@@ -58,25 +57,34 @@ def state_space(
     of this rank's tokens: add them over the ranks. Raise ValueError as :func:`halo` does, and if shapes do not fit.
     """
     arrays = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
+    return scan(arrays, Where(group, layout, length, extents), backend)[0]
+
+
+def scan(arrays: dict[str, Any], where: Where, backend: str = "auto") -> tuple[Tensor, Tensor | None]:
+    """Compute ``state_space`` from ``where.initial`` on. Return also the last state [batch, heads, P, N], or [batch, channels,
+    N] of Mamba-1, if wanted."""
+    x, dt, A, B, C, D = arrays.values()
     shapes = {name: None if each is None else tuple(each.shape) for name, each in arrays.items()}
     check = lambda _: check_state_space(shapes, backend)
-    shard = RunShard.of("state_space", x, Where(group, layout, length, extents), check, (*shapes.items(), backend))
+    shard = RunShard.of("state_space", x, where, check, (*shapes.items(), backend))
     u, dt, B, C = shard.zero_padding(*map(wide, (x, dt, B, C)))
     A, rule = wide(A), _selective if A.ndim == 2 else _structured
     runs = [(slice(base, base + n), shard.documents_of(base, n, x.shape[0])) for base, n, _ in shard.runs]
-    out = rule(shard, [(u[:, part], dt[:, part], B[:, part], C[:, part], documents) for part, documents in runs], A)
+    arrays_of = [(u[:, part], dt[:, part], B[:, part], C[:, part], documents) for part, documents in runs]
+    out, last = rule(shard, arrays_of, A, where)
     if D is not None:
         out = out + wide(D).view(-1, *[1] * (x.ndim - 3)) * u
-    return out.to(x.dtype)
+    return out.to(x.dtype), last
 
 
 Run = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """The arrays x, dt, B, C of one run, and the documents of its tokens."""
 
 
-def _structured(shard: RunShard, runs: list[Run], A: Tensor) -> Tensor:
+def _structured(shard: RunShard, runs: list[Run], A: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
     """Mamba-2."""
     outs, ends, decays, effects = [], [], [], []
+    carried, last = bool(shard.order.slots) or where.last, None
     for x, dt, B, C, documents in runs:
         B, C = (each.repeat_interleave(x.shape[2] // each.shape[2], 2) for each in (B, C))
         documents = _one_document(x) if documents is None else documents
@@ -88,17 +96,16 @@ def _structured(shard: RunShard, runs: list[Run], A: Tensor) -> Tensor:
             prior = documents[:, part][:, -1:]
             parts.append(out)
         outs.append(torch.cat(parts, 1) if parts else x)
-        if not shard.order.slots:
+        if not carried:
             continue
         c = (dt * A).cumsum(1)
         ends.append(state)
         decays.append((dt * A).sum(1).exp()[..., None, None])
         effects.append(C * torch.where((documents == documents[:, :1])[..., None], c, -torch.inf).exp()[..., None])
-    if shard.order.slots:
-        a, b = torch.stack(decays, 1), torch.stack(ends, 1)
-        states = shard.begin_fresh(fold_runs(shard.forget(a), b, shard.order, shard.ring, False))
+    if carried:
+        states, last = shard.states(torch.stack(decays, 1), torch.stack(ends, 1), where, False)
         outs = [exactly(_from_state, out, effects[i], states[:, i]) for i, out in enumerate(outs)]
-    return shard.join(outs)
+    return shard.join(outs), last
 
 
 def _from_state(out: Tensor, effect: Tensor, state: Tensor) -> Tensor:
@@ -117,17 +124,18 @@ def _structured_chunk(*inputs: Tensor) -> tuple[Tensor, Tensor]:
     return out.transpose(1, 2), state
 
 
-def _selective(shard: RunShard, runs: list[Run], A: Tensor) -> Tensor:
+def _selective(shard: RunShard, runs: list[Run], A: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
     """Mamba-1."""
     zeros = runs[0][0].new_zeros(runs[0][0].shape[0], *A.shape)
     found = [_scan(run, A, tied(zeros, *run[:3])) for run in runs]
-    if not shard.order.slots:
-        return shard.join([out for out, _ in found])
+    if not (shard.order.slots or where.last):
+        return shard.join([out for out, _ in found]), None
     ends = torch.stack([end for _, end in found], 1)
     decays = torch.stack([(dt.sum(1)[..., None] * A).exp() for _, dt, *_ in runs], 1)
-    states = fold_runs(shard.forget(decays)[:, :, None], ends[:, :, None], shard.order, shard.ring, False).squeeze(2)
-    states = shard.begin_fresh(states)
-    return shard.join([_scan(run, A, states[:, i])[0] for i, run in enumerate(runs)])
+    where = where if where.initial is None else where._replace(initial=where.initial[:, None])  # channels are one head
+    states, last = shard.states(decays[:, :, None], ends[:, :, None], where, False)
+    out = shard.join([_scan(run, A, states[:, i, 0])[0] for i, run in enumerate(runs)])
+    return out, None if last is None else last[:, 0]
 
 
 def _scan(run: Run, A: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,7 @@ class _Fold(torch.autograd.Function):
             states[r, :, i] = state
             if slot is not None:
                 before[r, :, slot] = state
-                state = _times(ga[r, :, slot], state, matrix) + gb[r, :, slot]
+                state = apply_map(ga[r, :, slot], state, matrix) + gb[r, :, slot]
         ctx.save_for_backward(ga, before)
         ctx.kept = order, name, matrix, split, a.shape, b.shape
         return _collect(states, ring, split, b.shape[2])
@@ -66,7 +66,7 @@ class _Fold(torch.autograd.Function):
         for r, i, slot in reversed([*_events(order)]):
             if slot is not None:
                 db[r, :, slot] = dstate
-                dstate = _times(ga[r, :, slot].mT if matrix else ga[r, :, slot], dstate, matrix)
+                dstate = apply_map(ga[r, :, slot].mT if matrix else ga[r, :, slot], dstate, matrix)
             dstate = dstate + spread[r, :, i]
         with exact_products(db):
             da = db @ before.mT if matrix else (db * before).sum_to_size(ga.shape)
@@ -89,7 +89,8 @@ def _events(order: RunOrder) -> Iterator[tuple[int, int, int | None]]:
         yield rank, run, senders.index(run) if run in senders else None
 
 
-def _times(a: Tensor, state: Tensor, matrix: bool) -> Tensor:
+def apply_map(a: Tensor, state: Tensor, matrix: bool) -> Tensor:
+    """Return ``a @ state`` if ``matrix``, else ``a * state``."""
     with exact_products(state):
         return a @ state if matrix else a * state
 

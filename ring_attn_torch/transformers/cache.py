@@ -30,7 +30,9 @@ from ..inference.step import DecodeStep
 from ..inference.tree_attention import tree_attention_decode
 from ..ring.groups import rank_in
 from .masks import CallArguments, CallRing, LayerMask, Pattern, RunningCall
+from .mixers import mixers
 from .models import check_cacheable
+from .states import LinearShard, LinearStates, attention_layers, last_tokens
 
 PAGE = 256
 """The minimum number of tokens by which a rank's part of the cache grows."""
@@ -50,13 +52,18 @@ def cache_name(model: PreTrainedModel) -> str:
     return NAMES[-1]
 
 
-class RingCache(Cache):
+class RingCache(LinearStates, Cache):
     """The cache of ``model.generate()`` inside ``sequence_parallel``. The first layer's attention creates its :class:`KVCache`.
     ``tokens``: the tokens of a row, padding on the left included, as in transformers; the KVCache holds no padding."""
 
-    def __init__(self, ring: CallRing, layers: int) -> None:
-        super().__init__(layers=[])
+    def __init__(self, ring: CallRing, layers: int, attention: list[int] | None = None) -> None:
+        Cache.__init__(self, layers=[])
+        LinearStates.__init__(self)
         self.ring, self.depth, self.tokens = ring, layers, 0
+        self.kv_layers = {layer: i for i, layer in enumerate(range(layers) if attention is None else attention)}
+        """The index in the KVCache of each layer with attention."""
+        self.updated = 0
+        """The layer whose attention runs."""
         self.kv: KVCache | None = None
         self.inside = False
         """True during a call inside sequence_parallel that fills or continues this cache."""
@@ -72,7 +79,7 @@ class RingCache(Cache):
         """Return the KVCache, made like k and v at first, with room for ``tokens`` more tokens per row. ``local``: the most new
         tokens per row that one rank stores, or None if spread evenly."""
         if self.kv is None:
-            sizes = CacheSizes(self.depth, k.shape[2], k.shape[3], v.shape[3])
+            sizes = CacheSizes(len(self.kv_layers), k.shape[2], k.shape[3], v.shape[3])
             self.kv = KVCache.make(sizes, len(k), tokens, dtype=k.dtype, page=PAGE, group=self.ring.group, device=k.device)
         known, slots = self.kv.host_state, self.kv.spec.slots
         fullest = lambda: max(map(max, known.counts or self.kv.counts.tolist()))  # type: ignore[union-attr]
@@ -89,6 +96,7 @@ class RingCache(Cache):
                 "this is the cache of a ring, of which every rank has a part: call the model inside sequence_parallel, or begin "
                 "without a cache"
             )
+        self.updated = layer_idx
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -108,11 +116,13 @@ class RingCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        return True
+        return not self.conv  # whose layers have a state of all tokens
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove n tokens from the end of each row for -n. For a positive n keep the first n, as in transformers 5.13."""
         removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.tokens - tokens_to_remove)
+        if removed and not self.is_croppable:
+            raise ValueError("the states of linear layers are of all tokens so far, none of which can be removed: begin again")
         if removed and self.kv is not None:
             self.kv.rollback((self.kv.lengths - removed).clamp(min=0))
             self.tokens = max(0, self.tokens - removed)
@@ -120,9 +130,11 @@ class RingCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.kv is not None:
             self.kv.fork(beam_idx.tolist(), list(range(len(beam_idx))))
+        self.keep_rows(beam_idx)
 
     def reset(self) -> None:
         self.kv, self.tokens = None, 0
+        LinearStates.__init__(self)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         raise ValueError("a cache on a ring keeps its number of rows: repeat the rows of input_ids, then generate")
@@ -132,12 +144,14 @@ class RingCache(Cache):
 
 
 @dataclass(eq=False)
-class CachedCall(RunningCall):
+class CachedCall(LinearShard, RunningCall):
     """A running call that fills or continues a cache, with the lengths, padding and cache placement of its tokens.
 
     ``tokens``: new tokens of each row, padding included; ``lengths``: without padding. ``local``: tokens in this rank's shard
     of a row, padding included, or None if each rank computes all. ``valid``: bool [batch, tokens], False for padding, or None.
-    ``keep``: logits of the last ``keep`` tokens are requested. ``step``: None until the first layer sets it.
+    ``keep``: logits of the last ``keep`` tokens are requested. ``own``: int64 [batch, local], the index of each of the shard's
+    tokens among the new ones of its row, -1 for padding. ``step``: None until the first layer sets it. ``layer``: the linear
+    layer that runs.
     """
 
     cache: RingCache
@@ -146,7 +160,9 @@ class CachedCall(RunningCall):
     lengths: list[int]
     valid: Tensor | None
     keep: int
+    own: Tensor | None = None
     step: DecodeStep | None = None
+    layer: int = 0
     cached: ClassVar[bool] = True
 
     def mask_of(self, pattern: Pattern) -> LayerMask:
@@ -168,7 +184,7 @@ class CachedCall(RunningCall):
             else:
                 self.step = kv.prefill_step(self.local, ring.layout, self.lengths)
         assert kv is not None
-        step, layer = self.step, int(module.layer_idx)  # type: ignore[arg-type]
+        step, layer = self.step, self.cache.kv_layers[self.cache.updated]
         if step.layout is not None:
             where: Any = {"strategy": ring.strategy, "backend": ring.backend}
             return prefill(q, k, v, kv, layer, step, window=window, **where, **score)[0]
@@ -186,7 +202,7 @@ class CachedCall(RunningCall):
 
         def gather_last(_: nn.Module, __: Any, output: Any) -> Any:
             assert self.step is not None and self.cache.kv is not None
-            last = summed(last_tokens(output[0], self.step.positions, self.step.lengths, self.keep), self.cache.kv)
+            last = summed(last_tokens(output[0], self.step.positions, self.step.lengths, self.keep), self.cache.ring.group)
             if isinstance(output, tuple):
                 return (last, *output[1:])
             output["last_hidden_state"] = last
@@ -212,12 +228,14 @@ def cached_call(call: CallArguments) -> CachedCall:
     lengths = [count] * batch if present is None else present.sum(1).tolist()
     kwargs = given | {cache_name(call.model): cache, "use_cache": True, "position_ids": position_ids}
     kwargs.pop("token_type_ids", None)
-    local = longest = None
-    if not cache.tokens or (count > FEW and keep == 1):
+    local = longest = shard = None
+    hybrid = cache.tokens and mixers(call.model) and (count > 1 or present is not None)  # one token has functions of its own
+    if not cache.tokens or (count > FEW and keep == 1) or hybrid:
         layout, ranks = call.ring.layout, call.ring.ranks
         local, longest = padded_local(layout, ranks, count), position_ids.max()
         own = positions(layout, ranks, count, rank_in(call.ring.group)).to(device).long()
         padding = 0 if present is None else (~present).sum(1, keepdim=True)
+        shard = own.masked_fill(own >= torch.tensor(lengths, device=device)[:, None], -1)
         index = (own + padding).clamp(max=count - 1).expand(batch, -1)  # moves the padding from left to right
         name = "input_ids" if "input_ids" in given else "inputs_embeds"
         kwargs[name] = tokens.gather(1, index if tokens.ndim == 2 else index[..., None].expand(-1, -1, tokens.shape[2]))
@@ -225,16 +243,7 @@ def cached_call(call: CallArguments) -> CachedCall:
         kwargs["position_ids"] = whole.gather(-1, index.expand(*whole.shape[:-1], local))
         kwargs["logits_to_keep"] = keep
     kwargs["attention_mask"] = torch.ones(batch, local or count, dtype=torch.bool, device=device)
-    return CachedCall(cache, count, local, lengths, present, keep, device=device, kwargs=kwargs, longest=longest)
-
-
-def last_tokens(hidden: Tensor, positions: Tensor, lengths: Tensor, keep: int) -> Tensor:
-    """Return the hidden states [batch, keep, dim] of the last ``keep`` tokens of each row, 0 for tokens on other ranks.
-    ``hidden`` [batch, local, dim]: this rank's tokens, at ``positions`` [batch, local]. ``lengths``: tokens of each row."""
-    wanted = lengths[:, None] - keep + torch.arange(keep, device=lengths.device)
-    here = (positions[..., None] == wanted[:, None]) & (positions >= 0)[..., None]
-    rows = torch.arange(len(hidden), device=hidden.device)[:, None]
-    return torch.where(here.any(1)[..., None], hidden[rows, here.int().argmax(1)], 0)
+    return CachedCall(cache, count, local, lengths, present, keep, shard, device=device, kwargs=kwargs, longest=longest)
 
 
 def cache_of(call: CallArguments) -> RingCache | None:
@@ -261,4 +270,5 @@ def cache_of(call: CallArguments) -> RingCache | None:
             f"{name} is a {type(kept).__name__}, {what}, and a ring keeps a RingCache, which it makes itself: leave {name} and "
             f"cache_implementation out, or pass the {name} of what a call inside sequence_parallel returned"
         )
-    return RingCache(call.ring, call.model.config.get_text_config().num_hidden_layers)
+    text = call.model.config.get_text_config()
+    return RingCache(call.ring, text.num_hidden_layers, attention_layers(text) if mixers(call.model) else None)

@@ -19,15 +19,15 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ring_attn_core.masks import causal
 from ring_attn_core.model.mixers import check_mixers_order
 
 from ..functional.recurrences import step_sizes
-from ..recurrence.convolution import causal_conv
-from ..recurrence.delta_rule import gated_delta_rule
-from ..recurrence.state_space import state_space
+from ..recurrence.convolution import convolve
+from ..recurrence.delta_rule import delta_rule
+from ..recurrence.runs import Where
+from ..recurrence.state_space import scan
 from ..ring.halo import wide
-from .masks import CallArguments, CallRing, Pattern, during, running
+from .masks import CallArguments, CallRing, during, running
 
 OLDEST_HYBRIDS = Version("5.15")
 """The first release of transformers whose mixers call the functions of ``FUNCTIONS``."""
@@ -35,8 +35,8 @@ OLDEST_HYBRIDS = Version("5.15")
 TAKEN: set[Any] = set()
 """The replacements that ``take_over_mixers`` has installed."""
 
-CACHED = {"initial_state", "initial_states", "output_final_state", "return_final_states", "return_last_state"}
-"""Arguments of a mixer that keeps a cache."""
+KEPT = {"output_final_state", "return_final_states", "return_last_state"}
+"""Arguments by which a mixer asks for its last state."""
 
 
 def mixers(model: nn.Module) -> dict[str, nn.Module]:
@@ -138,7 +138,7 @@ def _over_a_ring(original: Any, compute: Callable[..., Any]) -> Callable[..., An
 
     def function(*args: Tensor, **kwargs: object) -> Any:
         call: Any = running()
-        if call is None or (call.ring.ranks == 1 and not call.documents.packed):
+        if call is None or not call.runs_mixers:
             return original(*args, **kwargs)
         if not torch.compiler.is_compiling():
             call.attention_calls += 1
@@ -149,24 +149,22 @@ def _over_a_ring(original: Any, compute: Callable[..., Any]) -> Callable[..., An
 
 @torch.compiler.disable(reason="torch.compile does not follow the exchanges of linear layers: leave fullgraph=True out")
 def _uncompiled(compute: Callable[..., Any], call: Any, args: Any, kwargs: Any) -> Any:
-    if asked := [name for name in CACHED if kwargs.get(name) not in (None, False)]:
-        raise ValueError(f"a mixer of {type(call.model).__name__} keeps a cache ({', '.join(asked)}), and on a ring has none")
-    mask = call.mask_of(Pattern(causal()))
-    where = {"group": mask.ring.group, "layout": mask.ring.layout, "length": mask.length}
-    where["extents"] = mask.extents if call.documents.packed else None
+    where = call.tokens_of(compute is _convolution)
+    if not where.last and (asked := [name for name in KEPT if kwargs.get(name)]):
+        raise ValueError(f"a mixer of {type(call.model).__name__} keeps a cache ({', '.join(asked)}), and this call has none")
     return compute(where, *args, **kwargs)
 
 
 def _convolution(
-    where: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: object
+    where: Where, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: object
 ) -> Tensor:
     """Compute ``causal_conv1d_fn``: hidden_states [batch, channels, tokens]."""
     x = hidden_states.transpose(1, 2)
-    return causal_conv(x, weight, bias, activation=activation, **where).to(x.dtype).transpose(1, 2)
+    return convolve(x, weight, bias, activation, where).to(x.dtype).transpose(1, 2)
 
 
 def _delta_rule(
-    where: Any,
+    where: Where,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -174,22 +172,26 @@ def _delta_rule(
     beta: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
     **_: object,
-) -> tuple[Tensor, None]:
-    return gated_delta_rule(query, key, value, g, beta, normalize=use_qk_l2norm_in_kernel, **where), None
+) -> tuple[Tensor, Tensor | None]:
+    return delta_rule({"q": query, "k": key, "v": value, "g": g, "beta": beta}, where, normalize=use_qk_l2norm_in_kernel)
 
 
-def _structured(where: Any, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *_: Any, **more: Any) -> Tensor:
+def _structured(where: Where, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *_: Any, **more: Any) -> Any:
     """Compute ``mamba2_chunk_scan``."""
     dt = step_sizes(dt, more.get("dt_bias"), more.get("dt_softplus", False)).clamp(*more.get("dt_limit", (0.0, float("inf"))))
-    return state_space(wide(hidden_states), dt, A, B, C, D=more.get("D"), **where)  # the norm after it reads float32
+    arrays = {"x": wide(hidden_states), "dt": dt, "A": A, "B": B, "C": C, "D": more.get("D")}  # the norm after it reads float32
+    out, last = scan(arrays, where)
+    return (out, last) if where.last else out
 
 
-def _selective(where: Any, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **more: Any) -> Tensor:
+def _selective(where: Where, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **more: Any) -> Any:
     """Compute ``mamba_selective_scan``: tokens are the last dim of all arrays but A."""
     x, dt, B, C = (each.transpose(1, 2) for each in (hidden_states, dt, B, C))
     dt = step_sizes(dt, more.get("delta_bias"), more.get("delta_softplus", False))
-    out = state_space(x, dt, A, B, C, D=more.get("D"), **where).transpose(1, 2)
-    return out if more.get("z") is None else out * F.silu(more["z"])
+    out, last = scan({"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": more.get("D")}, where)
+    out = out.transpose(1, 2)
+    out = out if more.get("z") is None else out * F.silu(more["z"])
+    return (out, last) if where.last else out
 
 
 def _nothing(*_: object, **__: object) -> None:

@@ -27,6 +27,7 @@ from ring_attn_core.releases import warn_if_untried
 from ..ring.groups import is_dtensor
 from .masks import CallRing, running
 from .mixers import beside_mixers, check_mixers, mixers, older_release
+from .states import cache_objection
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 """The kinds of layers, by transformers' names, whose masks are bands or one interval of keys for each query."""
@@ -147,8 +148,8 @@ def own_positions(model: PreTrainedModel) -> bool:
 def check_cacheable(model: PreTrainedModel) -> None:
     name, text = type(model).__name__, model.config.get_text_config()
     why = None
-    if mixers(model):
-        why = "the states of its linear layers are on the rank that has the last token"
+    if mixers(model) and (objection := cache_objection(model)):
+        why = objection
     elif "chunked_attention" in (getattr(text, "layer_types", None) or ()):
         why = "some of its layers see chunks, which a step of decoding does not know"
     elif getattr(text, "num_kv_shared_layers", 0):

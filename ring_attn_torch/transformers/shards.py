@@ -19,9 +19,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 
+from ring_attn_core.masks import causal
 from ring_attn_core.runs import Band
 
 from ..data.layout import positions
+from ..recurrence.runs import Where
 from ..ring.groups import rank_in
 from .documents import DocumentBounds, RowTrees, dealt, documents_of, row_trees, shape_of, text_positions
 from .masks import CallArguments, CallRing, LayerMask, Pattern, RunningCall
@@ -150,6 +152,16 @@ class GlobalBatch(RunningCall):
             reader, features = self.features
             hook = reader.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | features), with_kwargs=True)
             self.scope.callback(hook.remove)
+
+    @property
+    def runs_mixers(self) -> bool:
+        """Return True if rows are sharded or hold documents."""
+        return self.ring.ranks > 1 or self.documents.packed
+
+    def tokens_of(self, convolution: bool) -> Where:
+        """Return this rank's shard of the rows, with their documents."""
+        mask = self.mask_of(Pattern(causal()))
+        return Where(mask.ring.group, mask.ring.layout, mask.length, mask.extents if self.documents.packed else None)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's shard of ``x`` along ``dim`` in layout order, padded with copies of the last token."""

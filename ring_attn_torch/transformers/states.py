@@ -1,0 +1,145 @@
+"""The states of a hybrid model in a cache over a ring: the last tokens before each convolution, and the state of each recurrence.
+
+Every rank holds all of them. A call with several tokens computes them over the ring (``mixers.py``); a call with one token runs
+transformers' own functions of one token, by which every rank computes the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionLayer
+
+from ..inference.forward import summed
+from ..recurrence.runs import Where
+from .masks import running
+
+UNCOMPILED = "torch.compile does not follow the states of linear layers: leave fullgraph=True out"
+
+EARLIER = -(1 << 30)
+"""The first position of the document that a cache holds: before every token of a call."""
+
+
+class LinearStates:
+    """The part of a cache that transformers' linear layers read and write. ``conv`` [batch, channels, taps] and ``recurrent``
+    [batch, ...]: the states of each layer; ``before``: the state of the convolution that runs, before this call."""
+
+    def __init__(self) -> None:
+        self.conv: dict[int, Tensor] = {}
+        self.recurrent: dict[int, Tensor] = {}
+        self.before: Tensor | None = None
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the last tokens before a layer's convolution; None if the call computes over the ring."""
+        return self._read(self.conv, layer_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return a layer's state; None if the call computes over the ring."""
+        return self._read(self.recurrent, layer_idx)
+
+    @torch.compiler.disable(reason=UNCOMPILED)
+    def _read(self, states: dict[int, Tensor], layer: int) -> Tensor | None:
+        call: Any = running()
+        if call is None:
+            raise ValueError("this is the cache of a ring: call the model inside sequence_parallel, or begin without a cache")
+        call.layer = layer
+        call.attention_calls += 1
+        return states.get(layer) if call.local is None else None
+
+    @torch.compiler.disable(reason=UNCOMPILED)
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """Keep the last tokens of each row; return ``conv_states`` [batch, channels, local], this rank's shard, unchanged."""
+        call: Any = running()
+        assert conv_kernel_size is not None
+        last = call.last_of(conv_states.mT, conv_kernel_size).mT.contiguous()
+        self.before = self.conv.get(layer_idx)
+        if self.before is not None:
+            place = torch.tensor(call.lengths, device=last.device)[:, None] + torch.arange(conv_kernel_size, device=last.device)
+            place = place[:, None].expand_as(last)
+            earlier = self.before.gather(2, place.clamp(max=conv_kernel_size - 1))
+            last = torch.where(place < conv_kernel_size, earlier, last)
+        self.conv[layer_idx] = last
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Keep the state of a layer."""
+        self.recurrent[layer_idx] = recurrent_states
+        return recurrent_states
+
+    def initial(self, layer: int, convolution: bool) -> Tensor | None:
+        """Return what a layer continues: the state, or [batch, taps - 1, channels] of a convolution; None at the first call."""
+        if not convolution:
+            return self.recurrent.get(layer)
+        return None if self.before is None else self.before.mT[:, 1:]
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return False: no earlier states are kept."""
+        return False
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Make row i continue from row ``rows[i]``."""
+        for states in (self.conv, self.recurrent):
+            states.update({layer: x.index_select(0, rows.to(x.device)) for layer, x in states.items()})
+
+
+class LinearShard:
+    """The part of a ``CachedCall`` that linear layers over the ring use."""
+
+    cache: Any
+    lengths: list[int]
+    valid: Tensor | None
+    own: Tensor | None
+    local: int | None
+    tokens: int
+    layer: int
+
+    @property
+    def runs_mixers(self) -> bool:
+        """Return True if linear layers run over the ring: not for one more token, and not for a whole row on one rank."""
+        return self.local is not None and (self.cache.ring.ranks > 1 or self.valid is not None or self.cache.tokens > 0)
+
+    def tokens_of(self, convolution: bool) -> Where:
+        """Return this rank's shard of the new tokens, and what the cache holds of the tokens before."""
+        ring, own, extents = self.cache.ring, self.own, None
+        if self.valid is not None and own is not None:
+            ends = torch.tensor(self.lengths, device=own.device)[:, None].expand_as(own).masked_fill(own < 0, EARLIER)
+            extents = torch.stack([torch.full_like(ends, EARLIER), ends], -1).int()
+        return Where(ring.group, ring.layout, self.tokens, extents, True, self.cache.initial(self.layer, convolution))
+
+    def last_of(self, x: Tensor, keep: int) -> Tensor:
+        """Return the last ``keep`` new tokens of each row of ``x`` [batch, local, dim], on every rank, 0 before the first."""
+        assert self.own is not None
+        lengths = torch.tensor(self.lengths, device=x.device)
+        return summed(last_tokens(x, self.own, lengths, keep), self.cache.ring.group)
+
+
+def last_tokens(hidden: Tensor, positions: Tensor, lengths: Tensor, keep: int) -> Tensor:
+    """Return the hidden states [batch, keep, dim] of the last ``keep`` tokens of each row, 0 for tokens on other ranks.
+    ``hidden`` [batch, local, dim]: this rank's tokens, at ``positions`` [batch, local]. ``lengths``: tokens of each row."""
+    wanted = lengths[:, None] - keep + torch.arange(keep, device=lengths.device)
+    here = (positions[..., None] == wanted[:, None]) & (positions >= 0)[..., None]
+    rows = torch.arange(len(hidden), device=hidden.device)[:, None]
+    return torch.where(here.any(1)[..., None], hidden[rows, here.int().argmax(1)], 0)
+
+
+def attention_layers(config: Any) -> list[int]:
+    """Return the layers of a hybrid model that have keys and values."""
+    return [i for i, layer in enumerate(DynamicCache(config=config).layers) if isinstance(layer, DynamicLayer)]
+
+
+def cache_objection(model: PreTrainedModel) -> str | None:
+    """Return why a hybrid model cannot keep a cache over a ring, or None."""
+    text = model.config.get_text_config()
+    if "conv_kernel_size" not in inspect.signature(LinearAttentionLayer.update_conv_state).parameters:
+        return "this release of transformers hands its cache no whole shards of its convolutions (5.23 does)"
+    if not attention_layers(text):
+        return "none of its layers has attention, whose cache counts the tokens"
+    if getattr(text, "number_of_conv_states", 1) > 1:
+        return "some of its layers have several convolutions"
+    return None
