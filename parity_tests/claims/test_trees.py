@@ -56,9 +56,9 @@ def test_grpo_on_a_ring_has_the_loss_and_gradient_of_its_rollouts_alone(framewor
 def on_ring(
     log_probs: Any, unpack: Any, of: Policy, layout: Any, x: Any, weight: Any, head: Any, *, labels: Any, **ring: Any
 ) -> Any:
-    np = library(x)
-    packed = replace(of.packed, predictors=np.asarray(of.packed.predictors))
-    values = log_probs(np.tanh(x @ weight), np.asarray(labels), head=head, chunk=5, entropy=True)
+    xp = library(x)
+    packed = replace(of.packed, predictors=xp.asarray(of.packed.predictors))
+    values = log_probs(xp.tanh(x @ weight), xp.asarray(labels), head=head, chunk=5, entropy=True)
     return grpo(of, *(unpack(each, packed, layout=layout, **ring) for each in values))
 
 
@@ -73,10 +73,10 @@ def alone(of: Policy, x: Any, weight: Any, head: Any) -> Any:
 
 def grpo(of: Policy, logp: list[Any], entropies: list[Any]) -> Any:
     """The clipped objective, a mean over each rollout's tokens, with an entropy bonus."""
-    total, np = 0, library(logp[0])
+    total, xp = 0, library(logp[0])
     for new, old, entropy, advantage in zip(logp, of.old, entropies, of.advantages.tolist(), strict=True):
-        ratio = np.exp(new - np.asarray(old))
-        clipped = np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage)
+        ratio = xp.exp(new - xp.asarray(old))
+        clipped = xp.minimum(ratio * advantage, xp.clip(ratio, 0.8, 1.2) * advantage)
         total = total - (clipped + 0.01 * entropy).mean()
     return total
 
@@ -86,6 +86,7 @@ def test_shard_batch_assigns_the_segments_of_trees_to_ranks(framework, rank):
     tree, ids = (((-1, 0, 0), (-1,)), ((9, 4, 5), (17,))), np.arange(40).reshape(2, 20)
     call = lambda ids: framework.shard_batch(ids, "balanced", 3, rank, tree=tree)
     shard = (framework.compiled(call) if rank is None else call)(framework.array(ids))
+    layout = balanced_tree_layout(*tree, 3, length=20)
     assert shard.layout == layout
     order = [position for each in (range(3) if rank is None else [rank]) for position in layout.positions(each)]
     np.testing.assert_array_equal(shard.ids, np.pad(ids, ((0, 0), (0, 1)))[:, order])
