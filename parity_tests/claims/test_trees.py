@@ -89,11 +89,11 @@ def test_shard_batch_assigns_the_segments_of_trees_to_ranks(framework, rank):
     layout = balanced_tree_layout(*tree, 3, length=20)
     assert shard.layout == layout
     order = [position for each in (range(3) if rank is None else [rank]) for position in layout.positions(each)]
-    np.testing.assert_array_equal(shard.ids, np.pad(ids, ((0, 0), (0, 1)))[:, order])
+    np.testing.assert_array_equal(np.asarray(shard.ids), np.pad(ids, ((0, 0), (0, 1)))[:, order])
     for mine, expected in zip((shard.key_extents, shard.positions), framework.tree_extents(*tree), strict=True):
         padded = np.zeros((2, 21, *expected.shape[2:]), np.int32)
-        padded[:, : expected.shape[1]] = expected
-        np.testing.assert_array_equal(mine, padded[:, order])
+        padded[:, : expected.shape[1]] = np.asarray(expected)
+        np.testing.assert_array_equal(np.asarray(mine), padded[:, order])
 
 
 TREE: dict[str, Any] = {"longest_path": 4, "positions": np.array([[0, 1, 2, 3, 2, 3]])}
