@@ -120,7 +120,7 @@ class Framework(ABC):
     def dilated(self, case: Dilated) -> Attention:
         """Run a case: whole arrays, padding included."""
         inputs = case.inputs()
-        given = {"key_mask": inputs.pop("key_mask")} if case.key_mask else {}
+        given: dict[str, Any] = {"key_mask": inputs.pop("key_mask")} if case.key_mask else {}
         q, k, v, dout, dlse = (self.array(x, None if name == "dlse" else case.dtype) for name, x in inputs.items())
         call = partial(self.dilated_attention, **case.arguments, return_lse=True)
         got, gradients = self.over_ring(case.ranks, call, [q, k, v], cotangents=[dout, dlse], **given)

@@ -49,7 +49,7 @@ def test_grpo_on_a_ring_has_the_loss_and_gradient_of_its_rollouts_alone(framewor
             values, (dx, *rest) = framework.over_ring(ranks, call, [x], [of.weight, of.head], [np.ones(())], labels=labels)
             dx = framework.numpy(framework.from_layout(framework.array(dx), layout, ranks, of.x.shape[1]))
         truth = framework.pull(partial(alone, of), [of.x, of.weight, of.head])
-    named = lambda values, gradients: dict(zip(("loss", "dx", "dweight", "dhead"), (*values, *gradients), strict=True))
+    named = lambda values, gradients: dict[str, Any](zip(("loss", "dx", "dweight", "dhead"), (*values, *gradients), strict=True))
     assert_near(named(values, (dx, *rest)), named(*truth), 1e-13)
 
 
