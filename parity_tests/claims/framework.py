@@ -19,6 +19,7 @@ from ..support.cases import Case
 from ..support.decode import Problem
 from ..support.dilated import Case as Dilated
 from ..support.models import Arrays
+from ..support.stories import Story
 from ..support.summaries import SummaryCase
 
 
@@ -109,13 +110,17 @@ class Framework(ABC):
         """Return an instance of this layer with first weights."""
 
     @abstractmethod
+    def trainee(self) -> tuple[Any, Any]:
+        """Return a small model and its optimizer."""
+
+    @abstractmethod
     def attention(self, case: Case, *, once: bool = False, anew: bool = False, quick: bool = True) -> Attention:
         """Run a case; what JAX keeps: ``once``, nothing, ``anew``, no results; not ``quick``, its compiler is the users'."""
 
     def dilated(self, case: Dilated) -> Attention:
         """Run a case: whole arrays, padding included."""
         inputs = case.inputs()
-        given = {"key_mask": inputs.pop("key_mask")} if case.key_mask else {}
+        given: dict[str, Any] = {"key_mask": inputs.pop("key_mask")} if case.key_mask else {}
         q, k, v, dout, dlse = (self.array(x, None if name == "dlse" else case.dtype) for name, x in inputs.items())
         call = partial(self.dilated_attention, **case.arguments, return_lse=True)
         got, gradients = self.over_ring(case.ranks, call, [q, k, v], cotangents=[dout, dlse], **given)
@@ -134,6 +139,10 @@ class Framework(ABC):
     @abstractmethod
     def decode(self, problems: Sequence[Problem]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return (out, lse) of problems of one shape, which all ranks get alike."""
+
+    @abstractmethod
+    def play(self, story: Story) -> Sequence[Sequence[dict[str, Any]]]:
+        """Return [operations][ranks] of what a rank's cache has after every operation of a story."""
 
     @abstractmethod
     def decode_alone(self, **arguments: Any) -> Any:

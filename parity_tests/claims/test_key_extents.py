@@ -50,7 +50,7 @@ def test_key_extents_of_documents_are_their_extents(framework, ranks, layout):
     documents = framework.array(np.stack([np.sort(rng.integers(0, 5, 37)) for _ in x]))
     extents = np.asarray(framework.document_extents(documents))
     both = (attention(framework, ranks, layout, x, cotangent, **{name: extents}) for name in ("key_extents", "extents"))
-    assert_near(*both, 1e-13)
+    assert_near(*both, relative=1e-13)
 
 
 @in_each(

@@ -74,7 +74,7 @@ def in_bfloat16(framework: Any) -> Any:
 
 def test_the_heads_gradient_is_summed_in_float32(framework):
     leaves, labels, arrays = in_bfloat16(framework)
-    truth = exact_loss(*arrays, "sum")
+    truth = exact_loss(*arrays, reduction="sum")
     call = partial(of_hidden, framework.loss, labels=labels, chunk=1, reduction="sum", **framework.no_ring)
     (value,), (dhidden, dhead) = framework.pull(call, leaves)
     np.testing.assert_allclose(value, truth["loss"], rtol=1e-6)

@@ -93,3 +93,18 @@ def test_a_cache_is_made_for_a_models_config(framework):
         cache = framework.KVCache.make(config, 1, 7, **framework.ring(1), **given)
         assert tuple(cache.k.shape) == (3, 1, 7 + (framework.name == "torch"), 2, 8)  # in PyTorch with an extra slot
         assert str(cache.k.dtype).removeprefix("torch.") == dtype
+
+
+def test_arguments_of_shards_and_of_whole_sequences_do_not_mix(framework):
+    ids = framework.array(np.ones((2, 8), int))
+    make = lambda auto_shard: framework.make("RingTransformer", **TRANSFORMER, auto_shard=auto_shard, **framework.ring(1))
+    whole, shards = make(True), make(False)
+    with pytest.raises(ValueError, match="mask is for whole sequences, with auto_shard=True"):
+        shards(ids, mask=ids > 0)
+    for name, x in {"positions": framework.array(np.arange(8)), "length": 7, "key_mask": ids > 0}.items():
+        with pytest.raises(ValueError, match=f"{name} belongs to shards"):
+            whole(ids, **{name: x})
+    with pytest.raises(ValueError, match=r"mask must be bool \[2, 8\], .*, got (torch\.)?int\d\d \[2, 8\]"):
+        whole(ids, mask=ids)
+    with pytest.raises(ValueError, match="auto_shard must be True or False, got 1"):
+        make(1)

@@ -49,16 +49,16 @@ def test_grpo_on_a_ring_has_the_loss_and_gradient_of_its_rollouts_alone(framewor
             values, (dx, *rest) = framework.over_ring(ranks, call, [x], [of.weight, of.head], [np.ones(())], labels=labels)
             dx = framework.numpy(framework.from_layout(framework.array(dx), layout, ranks, of.x.shape[1]))
         truth = framework.pull(partial(alone, of), [of.x, of.weight, of.head])
-    named = lambda values, gradients: dict(zip(("loss", "dx", "dweight", "dhead"), (*values, *gradients), strict=True))
+    named = lambda values, gradients: dict[str, Any](zip(("loss", "dx", "dweight", "dhead"), (*values, *gradients), strict=True))
     assert_near(named(values, (dx, *rest)), named(*truth), 1e-13)
 
 
 def on_ring(
     log_probs: Any, unpack: Any, of: Policy, layout: Any, x: Any, weight: Any, head: Any, *, labels: Any, **ring: Any
 ) -> Any:
-    np = library(x)
-    packed = replace(of.packed, predictors=np.asarray(of.packed.predictors))
-    values = log_probs(np.tanh(x @ weight), np.asarray(labels), head=head, chunk=5, entropy=True)
+    xp = library(x)
+    packed = replace(of.packed, predictors=xp.asarray(of.packed.predictors))
+    values = log_probs(xp.tanh(x @ weight), xp.asarray(labels), head=head, chunk=5, entropy=True)
     return grpo(of, *(unpack(each, packed, layout=layout, **ring) for each in values))
 
 
@@ -73,10 +73,10 @@ def alone(of: Policy, x: Any, weight: Any, head: Any) -> Any:
 
 def grpo(of: Policy, logp: list[Any], entropies: list[Any]) -> Any:
     """The clipped objective, a mean over each rollout's tokens, with an entropy bonus."""
-    total, np = 0, library(logp[0])
+    total, xp = 0, library(logp[0])
     for new, old, entropy, advantage in zip(logp, of.old, entropies, of.advantages.tolist(), strict=True):
-        ratio = np.exp(new - np.asarray(old))
-        clipped = np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage)
+        ratio = xp.exp(new - xp.asarray(old))
+        clipped = xp.minimum(ratio * advantage, xp.clip(ratio, 0.8, 1.2) * advantage)
         total = total - (clipped + 0.01 * entropy).mean()
     return total
 
@@ -86,13 +86,14 @@ def test_shard_batch_assigns_the_segments_of_trees_to_ranks(framework, rank):
     tree, ids = (((-1, 0, 0), (-1,)), ((9, 4, 5), (17,))), np.arange(40).reshape(2, 20)
     call = lambda ids: framework.shard_batch(ids, "balanced", 3, rank, tree=tree)
     shard = (framework.compiled(call) if rank is None else call)(framework.array(ids))
+    layout = balanced_tree_layout(*tree, 3, length=20)
     assert shard.layout == layout
     order = [position for each in (range(3) if rank is None else [rank]) for position in layout.positions(each)]
-    np.testing.assert_array_equal(shard.ids, np.pad(ids, ((0, 0), (0, 1)))[:, order])
+    np.testing.assert_array_equal(np.asarray(shard.ids), np.pad(ids, ((0, 0), (0, 1)))[:, order])
     for mine, expected in zip((shard.key_extents, shard.positions), framework.tree_extents(*tree), strict=True):
         padded = np.zeros((2, 21, *expected.shape[2:]), np.int32)
-        padded[:, : expected.shape[1]] = expected
-        np.testing.assert_array_equal(mine, padded[:, order])
+        padded[:, : expected.shape[1]] = np.asarray(expected)
+        np.testing.assert_array_equal(np.asarray(mine), padded[:, order])
 
 
 TREE: dict[str, Any] = {"longest_path": 4, "positions": np.array([[0, 1, 2, 3, 2, 3]])}

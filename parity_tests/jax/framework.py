@@ -17,7 +17,7 @@ import ring_attn_jax
 from ring_attn_core import full
 
 from ..claims.framework import Framework
-from . import decode, models, ring
+from . import caches, decode, models, ring
 
 
 class Jax(Framework):
@@ -79,6 +79,11 @@ class Jax(Framework):
     def make(self, layer: str, *sizes: Any, **arguments: Any) -> Any:
         return getattr(self.package, layer)(*sizes, **arguments, rngs=nnx.Rngs(0))
 
+    def trainee(self) -> tuple[Any, Any]:
+        from .test_checkpoint import made
+
+        return made()
+
     def attention(self, case: Any, *, once: bool = False, anew: bool = False, quick: bool = True) -> Any:
         if once:
             return ring.run_once(case)
@@ -89,6 +94,9 @@ class Jax(Framework):
             return [decode.run(problem) for problem in problems]
         finally:
             decode.program.cache_clear()
+
+    def play(self, story: Any) -> Any:
+        return caches.play(story)
 
     def decode_alone(self, **arguments: Any) -> Any:
         arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.Array)}

@@ -14,24 +14,9 @@ from jax.sharding import AxisType
 
 from ring_attn_jax import CacheSizes, KVCache, prefill
 
-from ..support.caches import check
 from ..support.selection import first
-from ..support.stories import CHOSEN, REST
-from .caches import compiled, play
+from .caches import compiled
 from .ring import mesh_of
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("story", first(CHOSEN[::-1]), ids=str)
-def test_every_rank_holds_what_the_model_says_and_prefill_is_attention_over_the_whole_request(story):
-    check(story, play(story))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("story", REST, ids=str)
-def test_the_other_stories_too(story):
-    check(story, play(story))
-
 
 SIZES = CacheSizes(2, 2, 8)
 

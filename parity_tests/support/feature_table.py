@@ -115,7 +115,7 @@ def _tests(module: ModuleType) -> Iterator[Callable]:
 
 def _parameters(test: Callable, name: str, framework: str) -> Iterator[Any]:
     for mark in (mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"):
-        names = mark.args[0].split(",")
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
         for value in mark.args[1]:
             row = dict(zip(names, getattr(value, "values", value if len(names) > 1 else (value,)), strict=True))
             if name in row and row.get("framework", FRAMEWORKS[framework]) == FRAMEWORKS[framework]:

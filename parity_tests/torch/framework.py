@@ -16,7 +16,7 @@ from ring_attn_core import full
 
 from ..claims.framework import Framework
 from ..support.spawn import PerRank
-from . import decode, models, ring
+from . import caches, decode, models, ring
 
 
 class Torch(Framework):
@@ -83,11 +83,19 @@ class Torch(Framework):
         torch.manual_seed(0)
         return getattr(self.package, layer)(*sizes, **arguments)
 
+    def trainee(self) -> tuple[Any, Any]:
+        from .test_checkpoint import made
+
+        return made()
+
     def attention(self, case: Any, *, once: bool = False, anew: bool = False, quick: bool = True) -> Any:
         return (ring.run_or_restart if once else ring.run)(self.pool(), case)
 
     def decode(self, problems: Any) -> Any:
         return decode.run(self.pool(), problems)
+
+    def play(self, story: Any) -> Any:
+        return list(zip(*self.pool()(story.ranks, caches.on_rank, story), strict=True))
 
     def decode_alone(self, **arguments: Any) -> Any:
         return self.tree_attention_decode(**arguments)

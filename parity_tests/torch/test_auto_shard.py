@@ -120,17 +120,3 @@ def test_what_does_not_fit_is_refused_on_all_ranks(gloo, inputs, message):
 
 def called_on_rank(group: Group, shape: tuple[int, ...]) -> None:
     RingTransformer(**SIZES, group=group, auto_shard=True)(torch.ones(shape, dtype=torch.int64))
-
-
-def test_arguments_of_shards_and_of_whole_sequences_do_not_mix():
-    ids = torch.ones(2, 8, dtype=torch.int64)
-    whole, shards = (RingTransformer(**SIZES, auto_shard=x) for x in (True, False))
-    with pytest.raises(ValueError, match="mask is for whole sequences, with auto_shard=True"):
-        shards(ids, mask=ids > 0)
-    for name, x in {"positions": torch.arange(8), "length": 7, "key_mask": ids > 0}.items():
-        with pytest.raises(ValueError, match=f"{name} belongs to shards"):
-            whole(ids, **{name: x})
-    with pytest.raises(ValueError, match=r"mask must be bool \[2, 8\], .*, got torch.int64 \[2, 8\]"):
-        whole(ids, mask=ids)
-    with pytest.raises(ValueError, match="auto_shard must be True or False, got 1"):
-        RingTransformer(**SIZES, auto_shard=1)  # type: ignore[arg-type]

@@ -11,24 +11,9 @@ import torch
 
 from ring_attn_torch import KVCache, prefill
 
-from ..support.caches import check
-from ..support.selection import one_of_each
 from ..support.spawn import PerRank
-from ..support.stories import CHOSEN, REST, Append, Call, Prefill, Story
-from .caches import on_rank, small, snapshot
+from .caches import small, snapshot
 from .models import Group
-
-
-@pytest.mark.parametrize("story", one_of_each(2, [*CHOSEN, *REST]), ids=str)
-def test_every_rank_holds_what_the_model_says_and_prefill_is_attention_over_the_whole_request(gloo, story):
-    results = gloo(story.ranks, on_rank, story)
-    check(story, list(zip(*results, strict=True)))
-
-
-def test_pages_are_added_and_nothing_is_lost(gloo):
-    operations = (Prefill(4, (7, 3), fresh=True), Append(1), Call("reserve", (9,)), Append(4), Call("reserve", (4,)), Append(4))
-    story = Story(2, operations, capacity=8, page=3)
-    check(story, list(zip(*gloo(2, on_rank, story), strict=True)))
 
 
 def filled(cache: KVCache, tokens: int) -> KVCache:

@@ -121,16 +121,3 @@ def test_what_one_rank_cannot_save_all_refuse_at_once(case: str, gloo, tmp_path)
     assert len(set(said)) == 1
     assert said[0].startswith(WEIGHTS[case]), said[0]
     assert not folder.exists()
-
-
-def test_two_checkpoints_of_one_process_do_not_save_into_one_folder(tmp_path):
-    model = torch.nn.Linear(3, 2)
-    first, second = Checkpoints(tmp_path), Checkpoints(tmp_path)
-    first.save(1, model)
-    with pytest.raises(ValueError, match=r"is in use: other Checkpoints of this process save there\. close\(\) them first, or"):
-        second.save(2, model)
-    first.close()
-    assert first.steps() == [1]
-    second.save(2, model)
-    second.close()
-    assert second.steps() == [1, 2]

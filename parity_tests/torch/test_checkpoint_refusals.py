@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -145,25 +144,6 @@ def test_the_error_of_the_lowest_failed_rank_is_quoted():
     error: Any = RuntimeError()
     error.failures = {3: (OSError("third"), None), 1: (OSError("first"), None)}
     assert str(failed(7, error)).endswith("first (rank 1)")
-
-
-def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path):
-    model, optimizer = made()
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, model, optimizer)
-    checkpoints.wait()
-
-    def busy(path: Path, ignore_errors: bool = False) -> None:
-        if not ignore_errors:
-            raise OSError(16, "Device or resource busy")
-
-    with patch.object(checkpoint_folder, "rmtree", busy):
-        checkpoints.save(2, model, optimizer)
-        with pytest.warns(UserWarning, match=r"step-000000001 could not be deleted: .*busy\. The newest checkpoint is whole"):
-            checkpoints.wait()
-    assert checkpoints.steps() == [2]
-    with warnings.catch_warnings(action="error"):
-        checkpoints.close()
 
 
 def unshared_on_rank(group: Any, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""KVCache in JAX = in PyTorch: the same tokens in the same slots, the same scales and float8 numbers; prefill to 1e-6."""
+"""KVCache and prefill: stories of requests against a model, one token at a time; and JAX = PyTorch, slot by slot."""
 
 from __future__ import annotations
 
@@ -9,13 +9,23 @@ from ring_attn_core import causal
 from ring_attn_core.reference.oracle import exact
 from ring_attn_core.reference.tolerance import relative_error
 
-pytest.importorskip("torch")
+from ..support.caches import check
+from ..support.selection import first, in_each, one_of_each
+from ..support.stories import CHOSEN, REST, Append, Call, Prefill, Story
 
-from .jax import caches as on_jax
-from .support.stories import Append, Call, Prefill, Story
-from .torch import caches as on_torch
+PAGES = (Prefill(4, (7, 3), fresh=True), Append(1), Call("reserve", (9,)), Append(4), Call("reserve", (4,)), Append(4))
+PAGED = Story(2, PAGES, capacity=8, page=3)
 
-pytestmark = pytest.mark.exhaustive
+
+@in_each(
+    "story",
+    jax=[*first(CHOSEN[::-1]), *first([*REST, PAGED], 0, 0)],
+    torch=[*one_of_each(2, [*CHOSEN, *REST]), PAGED],
+    slow="jax",
+)
+def test_every_rank_holds_what_the_model_says_and_prefill_is_attention_over_the_whole_request(framework, story):
+    check(story, framework.play(story))
+
 
 OPERATIONS = (
     Prefill(4, (7, 3), fresh=True),
@@ -26,10 +36,10 @@ OPERATIONS = (
 )
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "float8_e4m3fn"])
-def test_frameworks_hold_the_same_and_prefill_alike(gloo, dtype):
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), *first(["float8_e4m3fn"], 0)])
+def test_frameworks_hold_the_same_and_prefill_alike(frameworks, dtype):
     story = Story(2, OPERATIONS, dtype=dtype, sinks=True)
-    ours, theirs = list(zip(*gloo(2, on_torch.on_rank, story), strict=True)), on_jax.play(story)
+    theirs, ours = (each.play(story) for each in frameworks)
     for of_ours, of_theirs in zip(ours, theirs, strict=True):
         for a, b in zip(of_ours, of_theirs, strict=True):
             for name in ("positions", "counts", "lengths", "k_scale", "v_scale"):
