@@ -85,7 +85,7 @@ def inputs(family: str) -> Callable[[], Any]:
 tests = import_tests()
 PreTrainedModel.from_pretrained = load(PreTrainedModel.from_pretrained.__func__)
 for family in FAMILIES:
-    model_class = AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(family))]
+    model_class: Any = AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(family))]
     model_class.forward = over_ring(model_class.forward)
     tester = SimpleNamespace(
         prepare_config_and_inputs_for_common=inputs(family), is_training=True, batch_size=ROWS, seq_length=TOKENS
