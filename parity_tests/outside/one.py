@@ -92,7 +92,7 @@ def _judge(error: BaseException) -> tuple[str, str]:
     while at is not None and at.tb_next is not None:
         at = at.tb_next
     raised = at.tb_frame.f_code.co_filename if at else ""
-    text = " ".join(str(error).split())
+    text = re.sub(r"^rank \d+: ", "", " ".join(str(error).split()))
     if isinstance(error, ValueError | TypeError) and raised.startswith(OURS):
         return "refused", re.split(r": |\. ", text)[0][:160]
     return "failed", f"{type(error).__name__}: {text[:160]}"

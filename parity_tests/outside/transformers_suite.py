@@ -19,7 +19,7 @@ from ring_attn_torch.transformers import sequence_parallel
 from .in_torch import join
 from .one import SETTINGS, in_place
 
-FAMILIES = "llama", "mistral", "qwen3", "gemma2", "phi3", "olmo2", "cohere", "gpt_neox"
+FAMILIES = "llama", "mistral", "qwen3", "granite", "phi3", "olmo2", "cohere", "gpt_neox"
 SMALL = {
     **{"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
@@ -46,7 +46,7 @@ def over_ring(theirs: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal inside
         if inside or self.config._attn_implementation != "ring":
             return theirs(self, *arguments, **keywords)
-        inside = True
+        inside, as_tuple = True, keywords.pop("return_dict", None) is False
         try:
             with sequence_parallel(self, gather_logits=True):
                 out = in_place(self, *arguments, **keywords)
@@ -54,7 +54,7 @@ def over_ring(theirs: Callable[..., Any]) -> Callable[..., Any]:
             inside = False
         if getattr(out, "hidden_states", None) is not None:
             out.hidden_states = tuple(join(x, 1, keywords["input_ids"].shape[1]) for x in out.hidden_states)
-        return out
+        return out.to_tuple() if as_tuple else out
 
     return forward
 
@@ -85,7 +85,7 @@ def inputs(family: str) -> Callable[[], Any]:
 tests = import_tests()
 PreTrainedModel.from_pretrained = load(PreTrainedModel.from_pretrained.__func__)
 for family in FAMILIES:
-    model_class = AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(family))]
+    model_class: Any = AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(family))]
     model_class.forward = over_ring(model_class.forward)
     tester = SimpleNamespace(
         prepare_config_and_inputs_for_common=inputs(family), is_training=True, batch_size=ROWS, seq_length=TOKENS
