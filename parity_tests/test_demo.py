@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from multiprocessing import active_children
 from pathlib import Path
@@ -23,7 +24,7 @@ from ring_attn_cli.demo.report import Check, check_losses, passed  # noqa: E402
 from ring_attn_cli.demo.run import find_frameworks, run  # noqa: E402
 from ring_attn_cli.demo.settings import DemoSettings, read_standard_library  # noqa: E402
 from ring_attn_cli.main import app  # noqa: E402
-from ring_attn_cli.processes import Failure, Message, WorkerGroups  # noqa: E402
+from ring_attn_cli.processes import Failure, Message, WorkerGroups, choose_context  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 
@@ -157,6 +158,16 @@ def reports(hows: tuple[str, ...], patience: float = 60) -> list[Message]:
     with WorkerGroups(patience) as groups:
         groups.start("group", "parity_tests.test_demo", [(how,) for how in hows])
         return list(groups.messages())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are spawned elsewhere")
+@pytest.mark.parametrize(("members", "gpu", "start"), [(2, False, "forkserver"), (2, True, "spawn"), (1, False, "spawn")])
+def test_ranks_on_cpus_are_forked_after_one_import(monkeypatch: pytest.MonkeyPatch, members: int, gpu: bool, start: str):
+    imported: list[str] = []
+    monkeypatch.setattr("ring_attn_cli.processes.preload", imported.append)
+    monkeypatch.setattr("ring_attn_cli.processes.Path", lambda _: SimpleNamespace(exists=lambda: gpu))
+    assert choose_context("module", members).get_start_method() == start
+    assert imported == (["module"] if start == "forkserver" else [])
 
 
 @pytest.mark.slow

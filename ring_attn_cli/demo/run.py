@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,12 +18,6 @@ from . import report
 from .settings import DemoSettings
 
 NEEDS = {"PyTorch": ("torch",), "JAX": ("jax", "flax", "optax")}
-VARIABLES = {
-    "OMP_NUM_THREADS": "1",
-    "XLA_FLAGS": "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true",
-}
-"""Environment variables of the processes, unless they are set: threads that wait on busy cores cost more than they compute, and
-programs that run a few times take longer to compile."""
 FRAMEWORKS = {"both": ("PyTorch", "JAX"), "torch": ("PyTorch",), "jax": ("JAX",)}
 
 
@@ -76,7 +69,6 @@ def compute(settings: DemoSettings, frameworks: list[str], console: Console) -> 
     case = {"length": settings.tokens, "layout": settings.layout}
     sweep = make_sweep(["ring"], settings.ranks, names, 1, settings.patience, **case)
     losses: dict[str, list[float]] = {name: [] for name in frameworks}
-    os.environ.update(VARIABLES | os.environ)
     preload("ring_attn_cli.train.torch_worker")  # before the comparison starts the server of all ranks
     with console.status("") as status, WorkerGroups(settings.patience) as groups:
         start = lambda name, ranks: groups.start(
