@@ -62,6 +62,7 @@ ONLY_IN_TORCH = {
     "transformers/models.py": "the same",
     "transformers/parallel.py": "the same",
     "transformers/shards.py": "the same",
+    "transformers/states.py": "the same",
     "transformers/trainer.py": "the same",
     "functional/block_masks.py": "masks of flex_attention, which is PyTorch's",
     "functional/flash.py": "the package flash_attn is PyTorch's",

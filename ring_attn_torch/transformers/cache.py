@@ -229,8 +229,8 @@ def cached_call(call: CallArguments) -> CachedCall:
     kwargs = given | {cache_name(call.model): cache, "use_cache": True, "position_ids": position_ids}
     kwargs.pop("token_type_ids", None)
     local = longest = shard = None
-    hybrid = cache.tokens and mixers(call.model) and (count > 1 or present is not None)  # one token has functions of its own
-    if not cache.tokens or (count > FEW and keep == 1) or hybrid:
+    states = bool(cache.conv) and (count > 1 or present is not None)  # linear layers have functions for one more token alone
+    if not cache.tokens or (count > FEW and keep == 1) or states:
         layout, ranks = call.ring.layout, call.ring.ranks
         local, longest = padded_local(layout, ranks, count), position_ids.max()
         own = positions(layout, ranks, count, rank_in(call.ring.group)).to(device).long()

@@ -52,7 +52,7 @@ class LinearStates:
 
     @torch.compiler.disable(reason=UNCOMPILED)
     def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: object
     ) -> Tensor:
         """Keep the last tokens of each row; return ``conv_states`` [batch, channels, local], this rank's shard, unchanged."""
         call: Any = running()
@@ -67,7 +67,7 @@ class LinearStates:
         self.conv[layer_idx] = last
         return conv_states
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
         """Keep the state of a layer."""
         self.recurrent[layer_idx] = recurrent_states
         return recurrent_states
