@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ring_attn_core.problem.recurrence import check_convolution
 
-from ..ring.halo import exchange_halo, wide
+from ..ring.halo import exchange_halo
 from .runs import Layout, RunShard, Where
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def causal_conv(
         out[t, c] = activation(bias[c] + sum_lag weight[c, taps - 1 - lag] x[t - lag, c])
 
     ``x``: this rank's shard. ``weight`` and ``bias``: whole, the same on every rank. ``activation``: None, "silu" or "swish".
-    Padding gives 0. Sums are in at least float32, and the result has the dtype of x and weight.
+    Padding gives 0.
 
     ``axis_name``, ``layout``, ``length``, ``extents`` and errors are those of :func:`halo`, which sends the ``taps - 1`` tokens
     before each run. Raise ValueError also if weight, bias or activation do not fit.
@@ -44,13 +44,11 @@ def causal_conv(
     own = shard.to_runs(x)
     ahead = shard.mask_halo(exchange_halo(x, shard.order, taps - 1, axis_name)) if taps > 1 else own[:, :, :0]
     tokens, documents = jnp.concatenate([ahead, own], 2), shard.documents(x.shape[0])
-    tokens, own, taps_of = wide(tokens), wide(own), wide(weight)  # sums in at least float32, rounded once
-    out = own * taps_of[:, -1]
+    out = own * weight[:, -1]
     for lag in range(1, taps):
         before = tokens[:, :, taps - 1 - lag : taps - 1 - lag + own.shape[2]]
         if shard.begins is not None:
             before = jnp.where((shard.positions() - lag >= documents)[..., None], before, 0)
-        out = out + before * taps_of[:, taps - 1 - lag]
-    out = out if bias is None else out + wide(bias)
-    dtype = jnp.promote_types(x.dtype, weight.dtype)
-    return shard.join(out if activation is None else jax.nn.silu(out)).astype(dtype)
+        out = out + before * weight[:, taps - 1 - lag]
+    out = out if bias is None else out + bias
+    return shard.join(out if activation is None else jax.nn.silu(out))

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ring_attn_core.problem.recurrence import check_convolution
 
-from ..ring.halo import exchange_halo, wide
+from ..ring.halo import exchange_halo
 from .runs import Layout, Ring, RunShard, Where
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ def causal_conv(
 
     ``x``: this rank's shard. ``weight`` and ``bias``: whole, the same on every rank; their gradients are of this rank's tokens,
     as any layer's: add them over the ranks (``sum_gradients``). ``activation``: None, "silu" or "swish". Padding gives 0.
-    Sums are in at least float32, and the result has the dtype of x and weight.
 
     ``group``, ``layout``, ``length``, ``extents`` and errors are those of :func:`halo`, which sends the ``taps - 1`` tokens
     before each run. Raise ValueError also if weight, bias or activation do not fit.
@@ -51,17 +50,17 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | N
     (x,) = shard.zero_padding(x)
     if taps > 1:
         ahead = shard.begin_after(shard.mask_halo(exchange_halo(x, shard.order, taps - 1, shard.ring)), where.initial)
-    parts, taps_of = [], wide(weight)  # sums in at least float32, rounded once
+    parts = []
     for i, (base, n, start) in enumerate(shard.runs):
         own = x[:, base : base + n]
         ahead_of_it = torch.cat([ahead[:, i], own], 1) if taps > 1 else own
-        total = own * taps_of[:, -1]
+        total = own * weight[:, -1]
         for lag in range(1, taps):
             before = ahead_of_it[:, taps - 1 - lag : taps - 1 - lag + n]
             if shard.begins is not None:
                 position = torch.arange(start, start + n, device=x.device)
                 before = torch.where((position - lag >= shard.begins[:, base : base + n])[..., None], before, 0)
-            total = total + before * taps_of[:, taps - 1 - lag]
+            total = total + before * weight[:, taps - 1 - lag]
         total = total if bias is None else total + bias
         parts.append(total if activation is None else F.silu(total))
-    return shard.join(parts).to(torch.promote_types(x.dtype, weight.dtype))
+    return shard.join(parts)
