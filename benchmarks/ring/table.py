@@ -30,7 +30,7 @@ def lines(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         kind = mask.partition(" ")[0]
         name = f"{row['candidate']}, {layout}, {row['framework']}, {heads}"
         rates = (f"{row[f'{each} TFLOP/s']:.1f}" for each in PASSES)
-        yield name, MASKS.get(kind, kind), f"{length:,}", str(row["ranks"]), *rates, str(row.get("peak GB", "-"))
+        yield name, MASKS.get(kind) or kind, f"{length:,}", str(row["ranks"]), *rates, str(row.get("peak GB", "-"))
 
 
 if __name__ == "__main__":

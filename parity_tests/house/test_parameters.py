@@ -90,6 +90,10 @@ FORWARDED = {
     "make_sweep": "the fields of compare's Case",
     "Evidence.attend": "the arguments of exact",
     "RingInnerAttention.forward": "those of torchtitan's other inner attentions",
+    "flash_attn_qkvpacked_func": "the arguments of flash_attn_func",
+    "flash_attn_kvpacked_func": "the arguments of flash_attn_func",
+    "flash_attn_varlen_qkvpacked_func": "the arguments of flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func": "the arguments of flash_attn_varlen_func",
     "_add_stage": "what Triton hands to its hook",
 }
 """What takes ``*arguments`` or ``**keywords`` of any kind, and whose they are."""

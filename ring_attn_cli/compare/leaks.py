@@ -94,7 +94,7 @@ def _leaks(pool: Pool, one: Contestant, changes: list[Change]) -> Iterator[Leak]
     """Make each change, and yield each array that moves where the mask hides the change, at its first token."""
     case, plan, sharded = one.case, one.case.plan(one.ranks), ORACLES[one.variant.oracle].sharded
     run = lambda kind, change=None: join(pool.ask(one.framework, one.request(kind, change)), sharded, plan)
-    rank_of = {position: rank for rank in range(one.ranks) for position in plan.positions(rank)} | {None: None}
+    rank_of = {position: rank for rank in range(one.ranks) for position in plan.positions(rank)}
     before, again = run("prepare"), run("repeat")
     noise = {name: _apart(again[name], x).max() for name, x in before.items()}
     seen = visible(case.band, range(case.length), range(case.length), **case.masks)
@@ -103,7 +103,7 @@ def _leaks(pool: Pool, one: Contestant, changes: list[Change]) -> Iterator[Leak]
         for name, allowed in zip(("out", "lse", "dq", "dk", "dv"), _reach(seen, change), strict=True):
             apart = np.where(allowed, 0, _apart(after[name], before[name])).max(0) if name in before else np.zeros(1)
             if (moved := np.flatnonzero(apart > 4 * noise.get(name, 0))).size:
-                ranks = rank_of[change.token], rank_of[int(moved[0])]
+                ranks = None if change.token is None else rank_of[change.token], rank_of[int(moved[0])]
                 yield Leak(KINDS[change.names], change.token, name, int(moved[0]), ranks, float(apart.max()), moved.size)
     pool.ask(one.framework, one.request("forget"))
 

@@ -45,7 +45,8 @@ def flash_attn_varlen_qkvpacked_func(
     """Compute :func:`flash_attn_varlen_func` on ``qkv``, this rank's shard of q, k and v. Its arguments from ``dropout_p`` on
     follow."""
     ends = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return flash_attn_varlen_func(*_unpack("qkv", qkv, "tokens", arguments), *ends, *options, **arguments)
+    packed: Any = *_unpack("qkv", qkv, "tokens", arguments), *ends, *options
+    return flash_attn_varlen_func(*packed, **arguments)
 
 
 def flash_attn_varlen_kvpacked_func(

@@ -38,10 +38,7 @@ REFUSED = {
     "is_causal": "the config says which tokens see which: leave it out",
 }
 
-SAME_WEIGHTS = (
-    "load the same weights on every rank, or call torch.manual_seed before the model and adapters such as LoRA are made"
-)
-
+SAME_WEIGHTS = "load equal weights on every rank, or call torch.manual_seed with one seed before you make model and adapters"
 PAD_LEFT = "input_ids, attention_mask = (x.gather(1, attention_mask.argsort(stable=True)) for x in (input_ids, attention_mask))"
 
 REFUSED_IN_TRAINING = {
