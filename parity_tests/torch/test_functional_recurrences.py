@@ -11,16 +11,15 @@ pytest.importorskip("torch")
 import torch
 from torch.nn import functional as F
 
-from ring_attn_torch import functional, gated_delta_rule, state_space
+from ring_attn_torch import functional, gated_delta_rule, state_space, to_layout
 
-from ..support.recurrences import DOCUMENTS, SEQUENTIAL, ids_of, make
-from ..test_recurrence import on_rank, relative
+from ..support.recurrences import DOCUMENTS, SEQUENTIAL, ids_of, make, relative
 from .test_transformers_refusals import message_of
 
 ROW = DOCUMENTS[:1]
 
 
-def under_known_names(_: Any, rule: str, arrays: Any, extents: Any, **where: Any) -> torch.Tensor:
+def under_known_names(rule: str, arrays: Any, **where: Any) -> torch.Tensor:
     """Compute a rule of one row with its documents by cu_seqlens or seq_idx."""
     ends = torch.tensor([0, *ROW[0]]).cumsum(0)
     if rule in ("gdn", "kda"):
@@ -42,7 +41,21 @@ def test_known_names_compute_the_rules_over_a_ring(gloo):
 
 def errors(group: Any) -> dict[str, float]:
     """Return the largest relative error of each rule's result and gradients; selective_scan_fn knows no documents."""
-    return {rule: max(on_rank(group, rule, "zigzag", rule != "mamba1", ROW, under_known_names)) for rule in SEQUENTIAL}
+    return {rule: max(errors_of(group, rule, rule != "mamba1")) for rule in SEQUENTIAL}
+
+
+def errors_of(group: Any, rule: str, documents: bool) -> list[float]:
+    """Return the relative errors of a rank's result and gradients; those of whole arrays are summed over the ranks."""
+    problem, length = make(rule, documents, ROW), sum(ROW[0])
+    shard = lambda x: to_layout(x, "zigzag", group.size()).chunk(group.size(), 1)[group.rank()]
+    leaves = [(shard(x) if i < problem.sharded else x).clone().requires_grad_() for i, x in enumerate(problem.arrays)]
+    out = under_known_names(rule, leaves, group=group, layout="zigzag", length=length)
+    gradients = torch.autograd.grad((out * shard(problem.cotangent(problem.shape))).sum(), leaves)
+    for whole in gradients[problem.sharded :]:
+        torch.distributed.all_reduce(whole, group=group)
+    expected = [torch.from_numpy(x) for x in problem.reference()]
+    expected[: problem.sharded + 1] = [shard(x) for x in expected[: problem.sharded + 1]]
+    return [relative(x, y.numpy()) for x, y in zip((out.detach(), *gradients), expected, strict=True)]
 
 
 def test_steps_and_gates_are_those_of_mamba():

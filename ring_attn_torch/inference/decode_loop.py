@@ -44,7 +44,7 @@ class DecodeLoop:
 
     def begin(self, hidden: Tensor) -> None:
         """Draw the first new tokens from the prompts' last hidden states [requests, dim], each nonzero on at most one rank."""
-        self._take(logits_of(self._model, summed(hidden, self._cache)))
+        self._take(logits_of(self._model, summed(hidden, self._cache.ring)))
 
     def step(self) -> None:
         """Append the newest token of each unfinished request to the cache, and draw each request's next token."""

@@ -102,10 +102,10 @@ class RingTraining(Base):
         if self.args.ddp_find_unused_parameters is None and hugging_face_model(self.model).config.model_type in DENSE:
             self.args.ddp_find_unused_parameters = False  # with True, DDP warns that all parameters are used
         super().create_accelerator_and_postprocess()
-        accelerator, (group, *settings) = self.accelerator, self._ring_settings
+        accelerator, (group, layout, strategy, order) = self.accelerator, self._ring_settings
         config = accelerator.parallelism_config
         axis = accelerator.torch_device_mesh["cp"] if config is not None and config.cp_enabled else None
-        self.ring = ring_of_model(self.model, axis if group is None else group, *settings)
+        self.ring = ring_of_model(self.model, axis if group is None else group, layout, strategy, order)
         check_group(self.ring, config)
         if axis is not None:
             accelerator._prepare_cp = lambda *prepared: prepared  # else it would add its own context parallelism
