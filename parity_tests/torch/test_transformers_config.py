@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,3 +148,14 @@ def test_threads_that_call_a_model_at_once_get_what_each_asked_for():
         waits.remove()
     assert {n: got[n].shape for n in lengths} == {n: x.shape for n, x in want.items()}
     assert all(torch.allclose(got[n], want[n], atol=1e-5) for n in lengths)
+
+
+def test_a_trainer_takes_the_settings_of_its_ring(tmp_path: Path):
+    pytest.importorskip("transformers", minversion="5.20", reason="RingTrainer needs it")
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+    trainer = hf.RingTrainer(
+        model=llama(transformers.LlamaConfig(**SMALL)), args=arguments, layout="striped", strategy="gather", order="global"
+    )
+    assert (trainer.ring.layout, trainer.ring.strategy, trainer.ring.order) == ("striped", "gather", "global")
+    with pytest.raises(ValueError, match='order must be "ring" or "global", got \'up\''):
+        hf.RingTrainer(model=llama(transformers.LlamaConfig(**SMALL)), args=arguments, order="up")

@@ -151,15 +151,6 @@ def test_a_trainer_that_counts_labels_once_a_rank_is_refused(monkeypatch: pytest
         hf.RingTrainer(model=make("llama"), args=arguments)
 
 
-def test_a_trainer_takes_the_settings_of_its_ring(tmp_path: Path):
-    pytest.importorskip("transformers", minversion="5.20", reason="RingTrainer needs it")
-    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
-    trainer = hf.RingTrainer(model=make("llama"), args=arguments, layout="striped", strategy="gather", order="global")
-    assert (trainer.ring.layout, trainer.ring.strategy, trainer.ring.order) == ("striped", "gather", "global")
-    with pytest.raises(ValueError, match='order must be "ring" or "global", got \'up\''):
-        hf.RingTrainer(model=make("llama"), args=arguments, order="up")
-
-
 @pytest.mark.exhaustive
 def test_a_trainer_says_what_a_ring_cannot_run_when_it_is_made(tmp_path: Path):
     pytest.importorskip("transformers", minversion="5.20", reason="RingTrainer needs it")
