@@ -12,7 +12,9 @@ for package in ("torch", "jax", "flax", "typer"):
 from typer.testing import CliRunner  # noqa: E402
 
 from ring_attn_cli import compare  # noqa: E402
-from ring_attn_cli.compare.leaks import Leak, Probed  # noqa: E402
+from ring_attn_cli.compare.cases import Case  # noqa: E402
+from ring_attn_cli.compare.leaks import KEY, QUERY, Leak, Probed, _changes  # noqa: E402
+from ring_attn_cli.compare.messages import Change  # noqa: E402
 from ring_attn_cli.main import app  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
@@ -91,6 +93,15 @@ def test_every_planted_leak_is_found_on_one_two_and_four_ranks(framework: str):
 @pytest.mark.exhaustive
 def test_nothing_leaks_from_ours_on_one_and_four_ranks():
     assert [str(each) for each in find("ring", ranks=(1, 4)).values() if each.leaks] == []
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_the_last_token_before_the_padding_is_changed(layout: str):
+    case = Case(length=61, layout=layout)
+    for ranks in (1, 2, 4):
+        changes = _changes(case, case.plan(ranks))
+        assert {Change(KEY, 60), Change(QUERY, 60)} <= {*changes}
+        assert all(change.token is None or change.token < 61 for change in changes)
 
 
 def test_a_leak_is_told_in_words():

@@ -110,12 +110,12 @@ def _leaks(pool: Pool, one: Contestant, changes: list[Change]) -> Iterator[Leak]
 
 def _changes(case: Case, plan: RingPlan) -> list[Change]:
     """Return the changes to try: the edges of every rank's runs and of the first row's documents, a masked key, and others."""
-    held = [plan.positions(rank) for rank in range(plan.ranks)]
+    held = [{p for p in plan.positions(rank) if p < case.length} for rank in range(plan.ranks)]
     edges = {p for mine in held for p in mine if p - 1 not in mine or p + 1 not in mine}
     edges |= {edge for first, end in case.masks.get("extents", np.zeros((1, 0, 2), int))[0].tolist() for edge in (first, end - 1)}
     hidden = np.flatnonzero(~case.masks["key_mask"][0])[:1].tolist() if "key_mask" in case.masks else []
     drawn = np.random.default_rng((case.seed, 7)).choice(case.length, min(DRAWN, case.length), replace=False).tolist()
-    tokens = sorted(p for p in {*edges, *hidden, *drawn} if p < case.length)
+    tokens = sorted({*edges, *hidden, *drawn})
     padding = [Change(PADDING, None)] if plan.seq_local * plan.ranks > case.length else []
     return [Change(kind, token) for token in tokens for kind in (KEY, QUERY)] + padding
 
