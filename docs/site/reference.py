@@ -19,7 +19,7 @@ PACKAGES = {
     "ring_attn_torch.torchtitan": "PyTorch",
 }
 PAGES = {
-    "attention": ("Attention", ("call", "block", "sharded")),
+    "attention": ("Attention", ("call", "attend", "block", "sharded")),
     "layouts_and_masks": ("Layouts, masks and plan", ("layouts", "masks", "runs", "plan")),
     "data": ("Data", ("data",)),
     "layers": ("Layers and models", ("layers", "model")),
