@@ -59,6 +59,6 @@ def test_a_hundred_runs_with_random_delays_have_the_same_bits(gloo, ranks):
 
 
 @pytest.mark.parametrize("step", range(5))
-def test_no_process_outlives_a_killed_rank_by_more_than_the_timeout(strategy, step, tmp_path):
+def test_no_process_outlives_a_killed_rank_by_more_than_the_timeout(step, tmp_path):
     """The last of three ranks ends before the call, or at the ``step``-th of its four arrivals of keys."""
     check_survivors(tmp_path, 3, "gloo", step, **OVERLAPPING)

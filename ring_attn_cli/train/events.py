@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,15 +44,19 @@ class Events:
     Readers drop the events of earlier files after step ``begin``. Without torch or tensorboard nothing is written."""
 
     def __init__(self, out: Path, begin: int) -> None:
-        self._writer: Any = None
-        if not explain_missing():
-            from torch.utils.tensorboard import SummaryWriter
+        self._folder, self._begin = out / FOLDER, begin
+        self._missing = bool(explain_missing())
 
-            self._writer = SummaryWriter(str(out / FOLDER), purge_step=begin + 1)
+    @cached_property
+    def _writer(self) -> Any:
+        """The writer, made for the first number: in JAX its import of torch takes seconds, and the first step is awaited."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self._folder), purge_step=self._begin + 1)
 
     def __call__(self, kind: str, line: dict[str, Any]) -> None:
         """Write the numbers of a log line that TensorBoard shows, to the disk, because a kill may follow."""
-        if self._writer is not None:
-            for tag, value in scalars(kind, line):
+        if not self._missing and (numbers := list(scalars(kind, line))):
+            for tag, value in numbers:
                 self._writer.add_scalar(tag, value, line["step"])
             self._writer.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -71,10 +72,14 @@ def run(config: Config, framework: str, program: Program | None = None) -> None:
 def _prints(framework: str, program: Program | None) -> bool:
     """Return True if this process prints. With coordinator "auto", every process prints, because its index is not known yet."""
     if framework == "torch":
-        from . import torch_worker
-
-        return torch_worker.is_first()
+        return _is_first_of_torchrun()
     return program is None or program.process in (None, 0)
+
+
+def _is_first_of_torchrun() -> bool:
+    """Return True if this process is torchrun's first on this machine, or if torchrun did not start it.
+    Read from the environment, because the parent of ranks must not wait for PyTorch's import."""
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
 def _run_jax(config: Config, program: Program | None) -> None:
@@ -92,12 +97,10 @@ def _run_jax(config: Config, program: Program | None) -> None:
 
 
 def _run_torch(config: Config) -> None:
-    import torch.distributed as dist
-
-    if dist.is_torchelastic_launched():
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process
         from . import torch_worker
 
-        first = torch_worker.is_first()
+        first = _is_first_of_torchrun()
         with TrainWatch(config, Console(highlight=False, quiet=not first)) as watch:
             torch_worker.work_under_torchrun(config, watch)
         if first:

@@ -78,11 +78,6 @@ def share_text(words: str, group: dist.ProcessGroup | None = None) -> str:
     return sent[0]
 
 
-def is_first() -> bool:
-    """Return True if this process is torchrun's first on this machine, or if torchrun did not start it."""
-    return get_node_local_rank(0) == 0
-
-
 def run(config: Config, tell: Tell, device: torch.device) -> None:
     """Train as one of the ranks of the default group. ``tell`` gets each line of the log on rank 0."""
     mesh = init_device_mesh(device.type, (config.ring.replicas, config.ring.ranks), mesh_dim_names=("data", "seq"))
