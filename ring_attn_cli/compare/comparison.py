@@ -93,7 +93,7 @@ class Contestant:
 
     def request(self, kind: str, change: Change | None = None) -> Request:
         variant = self.variant
-        return Request(kind, variant.calls[self.framework], self.case, self.ranks, variant.oracle, variant.user, change)
+        return Request(kind, variant.build, self.case, self.ranks, variant.oracle, variant.user, change)
 
 
 def compare(sweep: Sweep, tell: Tell = lambda words: None) -> Comparison:
@@ -137,7 +137,7 @@ def choose_contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[
                     reason = variant.refusal(own, framework, ranks)
                     if reason is None:
                         cell.append(Contestant(variant, framework, ranks, own))
-                    elif variant.user is None or framework in variant.calls:
+                    elif variant.user is None or framework in variant.frameworks:
                         reasons.append(SkippedVariant(variant.name, framework, (ranks,), reason))
             if len(cell) == before and variant.name in sweep.named:
                 raise ValueError(_join_reasons(reasons) if reasons else f"{variant.name} runs in none of {', '.join(frameworks)}")

@@ -14,8 +14,8 @@ import ring_attn_jax
 
 from ..processes import Worker
 from .messages import Change, Outcome, Request, WorkerSettings, cut
-from .oracles import ORACLES
-from .worker import CAST, Arrays, Call, CallRunner, change_inputs, make_importable, serve
+from .oracles import GlobalArrays, Oracle
+from .worker import CAST, Arrays, Call, CallRunner, Loaded, Prepared, load, make_importable, serve
 
 SEQ, WHOLE = PartitionSpec(None, "seq"), PartitionSpec()
 
@@ -44,15 +44,13 @@ class JaxRunner(CallRunner):
         super().__init__()
         self._devices = devices
 
-    def prepare(self, request: Request) -> Outcome:
-        oracle, case, plan = ORACLES[request.oracle], request.case, request.case.plan(request.ranks)
-        inputs, ring = oracle.inputs(case), {"axis_name": "seq"}
-        make = ring | {"rngs": nnx.Rngs(0)}
-        function = Call(case, plan, request.user, ring_attn_jax, ring, _bind, make).build(request.call)
+    def build(self, request: Request, oracle: Oracle, inputs: GlobalArrays) -> Prepared:
+        case, plan, ring = request.case, request.case.plan(request.ranks), {"axis_name": "seq"}
+        function = request.build(Call(case, plan, request.user, ring_attn_jax, ring, _bind, ring | {"rngs": nnx.Rngs(0)}))
         mesh = Mesh(np.array(self._devices[: request.ranks]), ("seq",), axis_types=(AxisType.Auto,))
         spec = lambda name: SEQ if name in oracle.sharded else WHOLE
 
-        def place(name: str, x: np.ndarray, pad: Any = 0) -> jax.Array:
+        def place(name: str, x: np.ndarray, pad: Any) -> jax.Array:
             whole = np.concatenate(cut(x, plan, pad), 1) if name in oracle.sharded else x
             return jax.device_put(jnp.asarray(whole, case.dtype if name in CAST else None), NamedSharding(mesh, spec(name)))
 
@@ -61,14 +59,8 @@ class JaxRunner(CallRunner):
             sharded = {name: x for name, x in results.items() if name in oracle.sharded}
             return sharded, {name: x for name, x in results.items() if name not in sharded}
 
-        def load(change: Change | None = None) -> tuple[Arrays, Arrays, Arrays]:
-            drawn, starts, pads = change_inputs(inputs, oracle.paddings, change)
-            arrays = {name: place(name, x, pads.get(name, 0)) for name, x in drawn.items()}
-            leaves = {name: arrays.pop(name) for name in inputs.leaves}
-            return leaves, arrays, {name: place(name, x) for name, x in starts.items()}
-
         with jax.enable_x64(case.dtype == "float64"):
-            loaded = leaves, arrays, _ = load()
+            loaded = leaves, arrays, _ = load(inputs, oracle.paddings, None, place)
             specs = tuple({name: spec(name) for name in group} for group in (leaves, arrays))
             vma = getattr(function, "check_vma", True)
             mapped = jax.shard_map(compute_shards, mesh=mesh, in_specs=specs, out_specs=(SEQ, WHOLE), check_vma=vma)
@@ -80,24 +72,24 @@ class JaxRunner(CallRunner):
                 (gradients,) = backward(tuple({n: start(n, x) for n, x in group.items()} for group in results))
                 return {**results[0], **results[1], **{"d" + name: x for name, x in gradients.items()}}
 
-        def run(loaded: tuple[Arrays, Arrays, Arrays] = loaded) -> dict[str, jax.Array]:
+        def run(loaded: Loaded = loaded) -> dict[str, jax.Array]:
             with jax.enable_x64(case.dtype == "float64"):
                 return jax.block_until_ready(program(*loaded))
 
         def outcome(change: Change | None) -> Outcome:
             with jax.enable_x64(case.dtype == "float64"):
-                results = {name: _numpy(x) for name, x in run(load(change) if change else loaded).items()}
+                changed = load(inputs, oracle.paddings, change, place) if change else loaded
+                results = {name: _numpy(x) for name, x in run(changed).items()}
             shards = {name: np.split(x, plan.ranks, 1) if name in oracle.sharded else [x] for name, x in results.items()}
             return Outcome(shards, frozenset({*inputs.cotangents} & {*results}))
 
-        self._known[request.key], self._outcomes[request.key] = run, outcome
-        return outcome(None)
+        return Prepared(run, outcome)
 
     def memory(self, request: Request) -> int | None:
         """Return the peak bytes of one run above those held before; on GPUs, of the process so far, summed over devices."""
         if self._devices[0].platform == "cpu":
             return super().memory(request)
-        self._known[request.key]()
+        self.run(request)
         return sum(int((device.memory_stats() or {}).get("peak_bytes_in_use", 0)) for device in self._devices[: request.ranks])
 
     def forget(self, request: Request) -> None:

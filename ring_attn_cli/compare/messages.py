@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +38,11 @@ class Change:
 @dataclass(frozen=True)
 class Request:
     """A request to the processes of a framework.
-    ``kind``: "prepare" builds the ``call`` (``module:function``) and runs it once; "repeat" (with ``change``), "time", "memory"
-    and "forget" act on it. ``user``: a user's own ``module:function``. ``oracle``: the key in ``ORACLES`` for the inputs."""
+    ``kind``: "prepare" builds the call by ``build`` and runs it once; "repeat" (with ``change``), "time", "memory" and "forget"
+    act on it. ``user``: a user's own ``module:function``. ``oracle``: the key in ``ORACLES`` for the inputs."""
 
     kind: str
-    call: str
+    build: Callable[..., Any]
     case: Case
     ranks: int
     oracle: str
@@ -52,7 +52,7 @@ class Request:
     @property
     def key(self) -> tuple[Any, ...]:
         """Return the key under which the prepared call is stored: the request without ``kind``, ``oracle`` and ``change``."""
-        return self.call, self.case, self.ranks, self.user
+        return self.build, self.case, self.ranks, self.user
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import ring_attn_torch
 from ..processes import Worker
 from ..train.torch_ranks import CPU, member
 from .messages import Change, Outcome, Request, WorkerSettings, cut
-from .oracles import ORACLES
-from .worker import CAST, Arrays, Call, CallRunner, change_inputs, make_importable, serve
+from .oracles import GlobalArrays, Oracle
+from .worker import CAST, Arrays, Call, CallRunner, Loaded, Prepared, load, make_importable, serve
 
 
 def work(worker: Worker, rank: int, settings: WorkerSettings) -> None:
@@ -47,51 +47,43 @@ class TorchRunner(CallRunner):
         self._rank, self._groups, self._device = rank, groups, device
         self._threads = torch.get_num_threads()  # those of OMP_NUM_THREADS, else a thread for each core
 
-    def prepare(self, request: Request) -> Outcome:
-        """Build the call, run it once, and return this rank's results and gradients; only rank 0 returns replicated results."""
-        oracle, case, plan = ORACLES[request.oracle], request.case, request.case.plan(request.ranks)
-        inputs, ring = oracle.inputs(case), {"group": self._groups[request.ranks]}
+    def build(self, request: Request, oracle: Oracle, inputs: GlobalArrays) -> Prepared:
+        """Prepare this rank's results and gradients; only rank 0 has replicated results among its outcome."""
+        case, plan, ring = request.case, request.case.plan(request.ranks), {"group": self._groups[request.ranks]}
         self._share_cores(request.ranks)
-        function = Call(case, plan, request.user, ring_attn_torch, ring, _bind, ring, self._device).build(request.call)
+        function = request.build(Call(case, plan, request.user, ring_attn_torch, ring, _bind, ring, self._device))
         within = getattr(function, "within", nullcontext)  # a context around forward and backward
 
-        def place(name: str, x: np.ndarray, pad: Any = 0) -> Tensor:
+        def place(name: str, x: np.ndarray, pad: Any) -> Tensor:
             shard = torch.tensor(cut(x, plan, pad)[self._rank] if name in oracle.sharded else x).to(self._device)
-            return shard.to(getattr(torch, case.dtype)) if name in CAST else shard
+            placed = shard.to(getattr(torch, case.dtype)) if name in CAST else shard
+            return placed.requires_grad_(name in inputs.leaves)
 
-        def load(change: Change | None = None) -> tuple[Arrays, Arrays]:
-            drawn, starts, pads = change_inputs(inputs, oracle.paddings, change)
-            arrays = {name: place(name, x, pads.get(name, 0)) for name, x in drawn.items()}
-            for name in inputs.leaves:
-                arrays[name].requires_grad_()
-            return arrays, {name: place(name, x) for name, x in starts.items()}
-
-        loaded = load()
+        loaded = load(inputs, oracle.paddings, None, place)
         used: set[str] = set()
 
-        def run(loaded: tuple[Arrays, Arrays] = loaded) -> dict[str, Tensor]:
-            arrays, cotangents = loaded
-            leaves = [arrays[name] for name in inputs.leaves]
+        def run(loaded: Loaded = loaded) -> dict[str, Tensor]:
+            named, others, cotangents = loaded
+            leaves = list(named.values())
             with within():
-                results = function(arrays)
+                results = function(named | others)
                 ends = [name for name in cotangents if name in results and results[name].requires_grad]
                 used.update(ends, {*cotangents} & {*results} - {"lse"})
                 starts = [cotangents[name].to(results[name].dtype) for name in ends]
                 sources = [results[name] for name in ends]
                 gradients = torch.autograd.grad(sources, leaves, starts, allow_unused=True) if ends else [None] * len(leaves)
             found = {name: x.detach() for name, x in results.items()}
-            pairs = zip(inputs.leaves, leaves, gradients, strict=True)
+            pairs = zip(named, leaves, gradients, strict=True)
             found |= {"d" + name: torch.zeros_like(x) if gradient is None else gradient for name, x, gradient in pairs}
             self._synchronize()
             return found
 
         def outcome(change: Change | None) -> Outcome:
-            results = run(load(change) if change else loaded)
+            results = run(load(inputs, oracle.paddings, change, place) if change else loaded)
             kept = {name: x for name, x in results.items() if self._rank == 0 or name in oracle.sharded or name[0] == "d"}
             return Outcome({name: [_numpy(x)] for name, x in kept.items()}, frozenset(used))
 
-        self._known[request.key], self._outcomes[request.key] = run, outcome
-        return outcome(None)
+        return Prepared(run, outcome)
 
     def meet(self, request: Request) -> None:
         self._share_cores(request.ranks)
@@ -105,7 +97,7 @@ class TorchRunner(CallRunner):
             return super().memory(request)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self._known[request.key]()
+        self.run(request)
         return torch.cuda.max_memory_allocated() - before
 
     def _synchronize(self) -> None:

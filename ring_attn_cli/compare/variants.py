@@ -1,8 +1,7 @@
 """The registry of variants, the functions that can be compared. Each is a record with its calls, limits and oracle.
 
-A call, ``module:function``, builds the variant's function; only processes of the call's framework import it. An oracle computes
-exact results. To add a variant, write its call in ``calls.py``, or in ``torch_calls.py`` if PyTorch alone has it, and
-add a record here. For a new computation also add an oracle to ``oracles.py``.
+A call builds the variant's function in a process of its framework. An oracle computes exact results. To add a variant, write its
+call in ``calls.py`` and add a record here. For a new computation also add an oracle to ``oracles.py``.
 """
 
 from __future__ import annotations
@@ -11,18 +10,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ring_attn_core.kernels.backends import select
 from ring_attn_core.problem.checks import DTYPES
 from ring_attn_core.variants.dilated import Patterns, batches_of
 from ring_attn_core.variants.summary import SummaryOptions
 
+from . import calls
 from .cases import Case
+
+if TYPE_CHECKING:
+    from .worker import Build
 
 FRAMEWORKS = "jax", "torch"
 TITLES = {"jax": "JAX", "torch": "PyTorch"}
-HERE = __name__.rpartition(".")[0]
 FEATURES = "scale", "softcap", "sinks", "alibi_slopes", "dropout_rate", "key_mask", "extents"
 """All features, by the argument names of ring_attention."""
 
@@ -33,14 +35,15 @@ Objection = Callable[[Case, str, int], str | None]
 @dataclass(frozen=True, eq=False)
 class Variant:
     """One function that can be compared; ``user``: its ``module:function`` if it is the user's own.
-    ``calls``: by framework. ``oracle``: key in ``ORACLES``. ``changes``: values that replace fields of a case. ``needs``: the
+    ``build``: in ``calls.py``. ``oracle``: key in ``ORACLES``. ``changes``: values that replace fields of a case. ``needs``: the
     imported module and its pip package. ``pair``: equal names are compared across frameworks. The limits: ``features`` and
     ``masks`` (() for any) that it takes, ``dtypes`` of its GPU kernels (() if it runs on CPUs), and ``pieces``, the number of
     equal pieces per rank that it cuts a sequence into (0 for any); ``objection`` says the others."""
 
     name: str
-    calls: dict[str, str]
+    build: Build
     oracle: str = "attention"
+    frameworks: tuple[str, ...] = FRAMEWORKS
     changes: dict[str, Any] = field(default_factory=dict)
     needs: tuple[str, str] | None = None
     features: tuple[str, ...] = FEATURES
@@ -56,8 +59,8 @@ class Variant:
 
     def refusal(self, case: Case, framework: str, ranks: int) -> str | None:
         """Return why the variant cannot run the case in the framework on ``ranks`` ranks, or None. The run may still fail."""
-        if framework not in self.calls:
-            return f"it is there in {' and '.join(TITLES[name] for name in self.calls)} only"
+        if framework not in self.frameworks:
+            return f"it is there in {' and '.join(TITLES[name] for name in self.frameworks)} only"
         if self.needs and find_spec(self.needs[0]) is None:
             return f"not installed: run pip install {self.needs[1]}"
         if self.dtypes and case.device == "cpu":
@@ -120,40 +123,30 @@ def _check_ungrouped(case: Case, framework: str, ranks: int) -> str | None:
     return None if case.kv_heads == case.heads else "it groups query heads in another way: pass as many --kv-heads as --heads"
 
 
-def _in_both(name: str) -> dict[str, str]:
-    return dict.fromkeys(FRAMEWORKS, f"{HERE}.calls:build_{name}")
-
-
-def _in_torch(name: str) -> dict[str, str]:
-    return {"torch": f"{HERE}.torch_calls:build_{name}"}
-
-
-def _at(layout: str) -> dict[str, Any]:
-    return {"layout": layout}
-
-
 LAYER = tuple(name for name in FEATURES if name != "scale")
 MODEL = tuple(name for name in LAYER if name != "dropout_rate")
 APPROXIMATE = "scale", "softcap", "key_mask"
 EITHER, HALF = ("causal", "full"), ("bfloat16", "float16")
+CONTIGUOUS, ZIGZAG, STRIPED = ({"layout": name} for name in ("contiguous", "zigzag", "striped"))
+JAX, TORCH = ("jax",), ("torch",)
 RECORDS = [
-    Variant("ring", _in_both("ring"), objection=_check_backend),
-    Variant("layer", _in_both("layer"), "layer", features=LAYER, objection=_check_layer),
-    Variant("transformer", _in_both("transformer"), "transformer", features=MODEL, objection=_check_transformer),
-    Variant("dilated", _in_both("dilated"), "dilated", _at("contiguous"), features=APPROXIMATE, objection=_check_dilated),
-    Variant("summary", _in_both("summary"), "summary", _at("contiguous"), features=APPROXIMATE, masks=("causal",),
+    Variant("ring", calls.build_ring, objection=_check_backend),
+    Variant("layer", calls.build_layer, "layer", features=LAYER, objection=_check_layer),
+    Variant("transformer", calls.build_transformer, "transformer", features=MODEL, objection=_check_transformer),
+    Variant("dilated", calls.build_dilated, "dilated", changes=CONTIGUOUS, features=APPROXIMATE, objection=_check_dilated),
+    Variant("summary", calls.build_summary, "summary", changes=CONTIGUOUS, features=APPROXIMATE, masks=("causal",),
             objection=_check_summary),
-    *(Variant(name, _in_torch("vendor"), changes={"backend": name}, features=("scale", "sinks"), dtypes=DTYPES)
+    *(Variant(name, calls.build_vendor, frameworks=TORCH, changes={"backend": name}, features=("scale", "sinks"), dtypes=DTYPES)
       for name in ("flash", "cudnn", "flash4")),
-    Variant("sdpa", _in_torch("sdpa"), features=("scale", "extents", "key_mask"), objection=_check_one_device),
-    Variant("torch-context-parallel", _in_torch("context_parallel"), changes=_at("zigzag"), features=(), masks=EITHER,
-            dtypes=HALF, pieces=2),
-    Variant("ring-flash-attn", _in_torch("ring_flash_attn"), changes=_at("zigzag"),
+    Variant("sdpa", calls.build_sdpa, frameworks=TORCH, features=("scale", "extents", "key_mask"), objection=_check_one_device),
+    Variant("torch-context-parallel", calls.build_context_parallel, frameworks=TORCH, changes=ZIGZAG, features=(),
+            masks=EITHER, dtypes=HALF, pieces=2),
+    Variant("ring-flash-attn", calls.build_ring_flash_attn, frameworks=TORCH, changes=ZIGZAG,
             needs=("ring_flash_attn", "ring-flash-attn"), features=("scale",), masks=("causal",), dtypes=HALF, pieces=2),
-    Variant("ring-attention-pytorch", _in_torch("ring_attention_pytorch"), changes=_at("striped"),
+    Variant("ring-attention-pytorch", calls.build_ring_attention_pytorch, frameworks=TORCH, changes=STRIPED,
             needs=("ring_attention_pytorch", "ring-attention-pytorch"), features=(), masks=EITHER, pieces=1,
             objection=_check_ungrouped),
-    Variant("ringattention", {"jax": f"{HERE}.calls:build_ringattention"}, changes=_at("contiguous"),
+    Variant("ringattention", calls.build_ringattention, frameworks=JAX, changes=CONTIGUOUS,
             needs=("ringattention", "ringattention"), features=(), masks=EITHER, pieces=1, objection=_check_ungrouped),
 ]  # fmt: skip
 VARIANTS = {variant.name: replace(variant, pair=variant.name) for variant in RECORDS}
@@ -189,8 +182,7 @@ def _make_user(name: str, before: list[Variant]) -> Variant:
     module, _, function = text.partition(":")
     if not (module and function) or ":" in function or (framework in FRAMEWORKS and where == FRAMEWORKS):
         raise ValueError(f"cannot read {name!r}: write module:function, or jax:module:function or torch:module:function")
-    calls = {each: _in_both("user")[each] for each in where}
     # Pair the first function for JAX only with the first for PyTorch only, the second with the second, and so on.
-    number = sum(each.user is not None and tuple(each.calls) == where for each in before)
+    number = sum(each.user is not None and each.frameworks == where for each in before)
     pair = text if where == FRAMEWORKS else f"user {number}"
-    return Variant(name, calls, user=text, pair=pair)
+    return Variant(name, calls.build_user, frameworks=where, user=text, pair=pair)

@@ -17,7 +17,7 @@ from ring_attn_core.plan.ring import RingPlan
 from ..processes import Worker
 from .cases import Case
 from .messages import Change, Outcome, Request
-from .oracles import GlobalArrays
+from .oracles import ORACLES, GlobalArrays, Oracle
 
 CAST = {"q", "k", "v", "x"}
 """Arrays that are cast to the case's dtype; all others, such as sinks and weights, keep the dtype that they are drawn in."""
@@ -41,23 +41,42 @@ class Call(NamedTuple):
     make: dict[str, Any]
     device: Any = None
 
-    def build(self, call: str) -> Function:
-        """Return the function of this call that ``call``, a ``module:function``, builds."""
-        module, _, function = call.partition(":")
-        return getattr(importlib.import_module(module), function)(self)
+
+Build = Callable[[Call], Function]
+
+
+Loaded = tuple[Arrays, Arrays, Arrays]
+"""The placed arrays of a call: those to differentiate, the others, and the cotangents."""
+
+
+class Prepared(NamedTuple):
+    """A prepared call. ``run`` runs it; ``outcome`` runs it with a change of its arrays, and fetches the results."""
+
+    run: Callable[[], Any]
+    outcome: Callable[[Change | None], Outcome]
 
 
 class CallRunner:
-    """The prepared calls of one process. A framework's subclass adds ``prepare``, which builds and runs a call."""
+    """The prepared calls of one process. A framework's subclass adds ``build``, and measures what it measures in its own way."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Callable[..., Any]] = {}
-        self._outcomes: dict[Any, Callable[[Change | None], Outcome]] = {}
+        self._prepared: dict[Any, Prepared] = {}
+
+    def build(self, request: Request, oracle: Oracle, inputs: GlobalArrays) -> Prepared:
+        raise NotImplementedError
+
+    def prepare(self, request: Request) -> Outcome:
+        oracle = ORACLES[request.oracle]
+        self._prepared[request.key] = prepared = self.build(request, oracle, oracle.inputs(request.case))
+        return prepared.outcome(None)
+
+    def run(self, request: Request) -> None:
+        self._prepared[request.key].run()
 
     def time(self, request: Request) -> float:
         self.meet(request)
         began = time.perf_counter()
-        self._known[request.key]()
+        self.run(request)
         return time.perf_counter() - began
 
     def meet(self, request: Request) -> None:
@@ -70,22 +89,24 @@ class CallRunner:
             before = _status("VmRSS")
         except (OSError, StopIteration):
             return None
-        self._known[request.key]()
+        self.run(request)
         return max(_status("VmHWM") - before, 0)
 
     def repeat(self, request: Request) -> Outcome:
-        return self._outcomes[request.key](request.change)
+        return self._prepared[request.key].outcome(request.change)
 
     def forget(self, request: Request) -> None:
-        self._known.pop(request.key, None)
-        self._outcomes.pop(request.key, None)
+        self._prepared.pop(request.key, None)
 
 
-def change_inputs(inputs: GlobalArrays, paddings: dict[str, Any], change: Change | None) -> tuple[Arrays, Arrays, dict[str, Any]]:
-    """Return the arrays, the cotangents and the values of the padding, all with ``change``."""
-    if change is None:
-        return inputs.arrays, inputs.cotangents, paddings
-    return change.apply(inputs.arrays), change.apply(inputs.cotangents), paddings | change.paddings
+def load(inputs: GlobalArrays, paddings: dict[str, Any], change: Change | None, place: Callable[..., Any]) -> Loaded:
+    """Apply ``change``, and call ``place(name, array, padding)`` for each array; ``paddings``: those that are not 0."""
+    drawn, starts = inputs.arrays, inputs.cotangents
+    if change is not None:
+        drawn, starts, paddings = change.apply(drawn), change.apply(starts), paddings | change.paddings
+    arrays = {name: place(name, x, paddings.get(name, 0)) for name, x in drawn.items()}
+    leaves = {name: arrays.pop(name) for name in inputs.leaves}
+    return leaves, arrays, {name: place(name, x, 0) for name, x in starts.items()}
 
 
 def _status(name: str) -> int:
