@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ring_attn_cli.plan.cells import Axis, colour, computed
-from ring_attn_cli.plan.terminal import check_picture, draw, save
-from ring_attn_cli.plan.words import holds, mask_in_words, short, title, travel_in_words
+from ring_attn_cli.plan import terminal
+from ring_attn_cli.plan.terminal import Axis, check_picture, colour, computed, draw, holds, save, short, title
 from ring_attn_core import Band, RingPlan, causal, full, sliding_window
 from ring_attn_core.layouts import LAYOUTS, padded_local
 
@@ -200,7 +199,7 @@ def test_counts_are_written_short(pairs: int, text: str):
     ],
 )
 def test_a_mask_is_named_in_words_where_there_are_any(band: Band, text: str):
-    assert mask_in_words(band) == text
+    assert terminal.mask_in_words(band) == text
 
 
 @pytest.mark.parametrize(
@@ -217,4 +216,4 @@ def test_a_mask_is_named_in_words_where_there_are_any(band: Band, text: str):
     ids=["alone", "every_step", "near", "both_ways"],
 )
 def test_the_way_of_the_keys_is_told_in_words(plan: RingPlan, text: str):
-    assert travel_in_words(plan) == text
+    assert terminal.travel_in_words(plan) == text

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..compare.comparison import Comparison
 from ..compare.export import describe
-from ..plan import terminal, words
+from ..plan import terminal
 from .settings import MODEL, DemoSettings
 
 FILES = "losses.png", "plan.svg", "demo.json"
@@ -68,9 +68,9 @@ def check_losses(losses: dict[str, list[float]]) -> list[Check]:
 
 def open_report(settings: DemoSettings, left_out: list[str]) -> Group:
     """Return a printable description of the run with the messages ``left_out`` about frameworks that are not installed."""
-    travel = words.travel_in_words(settings.plan)
+    travel = terminal.travel_in_words(settings.plan)
     lines = [f"[yellow]{escape(line)}[/]" for line in left_out]
-    return Group(f"[bold]{words.title(settings.plan)}[/]", travel[0].upper() + travel[1:] + ".", *lines, "")
+    return Group(f"[bold]{terminal.title(settings.plan)}[/]", travel[0].upper() + travel[1:] + ".", *lines, "")
 
 
 def draw_losses(losses: dict[str, list[float]]) -> Group:
@@ -103,7 +103,7 @@ def passed(comparison: Comparison, checks: list[Check]) -> bool:
 
 def write(out: Path, settings: DemoSettings, comparison: Comparison, losses: dict[str, list[float]], seconds: float) -> None:
     """Write losses.png, plan.svg and demo.json into the folder ``out``."""
-    plot_losses(losses, out / FILES[0], words.title(settings.plan))
+    plot_losses(losses, out / FILES[0], terminal.title(settings.plan))
     terminal.save(terminal.draw(settings.plan), out / FILES[1], 80)
     checks = check_losses(losses)
     document = {

@@ -27,8 +27,7 @@ from ring_attn_core.problem.auto import HALF
 from ring_attn_core.runs import Band, Run
 
 from .options import check_drawn, read_words
-from .terminal import rank_cell
-from .words import count_in_words, mask_in_words, short
+from .terminal import count_in_words, mask_in_words, rank_cell, short
 
 BALANCED = "balanced"
 MOST_DOCUMENTS = 100_000

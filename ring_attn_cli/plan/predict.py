@@ -25,7 +25,7 @@ from .cost import memory, seconds
 from .gpus import GPUS, Machine
 from .load import Load
 from .memory import config_of
-from .words import title
+from .terminal import title
 
 MOST_GPUS = 4096
 """Most GPUs in a prediction; the time to compute a prediction grows with their number."""

@@ -1,7 +1,13 @@
-"""The drawing of a RingPlan in a terminal, with rich."""
+"""The drawing of a RingPlan in a terminal, with rich, and its description in words.
+
+A cell of a sequence is a block of tokens. A drawing shows one rank for each cell. If the same ranks share the tokens of several
+neighbouring cells, these cells show the ranks alternately. A cell of a matrix is a block of queries and a block of keys; it is
+filled if any query-key pair in it is computed.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
@@ -13,10 +19,135 @@ from rich.text import Text
 
 from ring_attn_core import layouts
 from ring_attn_core.plan.ring import RingPlan
+from ring_attn_core.runs import Band, Run
 
 from ..output_files import check_writable
-from .cells import STEPS, Axis, colour, computed
-from .words import holds, short, title, travel_in_words
+
+STEPS = 8
+"""Largest number of steps that a drawing shows. The drawing says how many more steps the plan has."""
+
+
+_COLOURS = ("#4C78A8", "#F58518", "#54A24B", "#E45756", "#B279A2", "#EECA3B", "#72B7B2", "#9D755D")
+
+
+def colour(rank: int) -> str:
+    """Return the colour of a rank, ``#rrggbb``, the same in every picture: eight colours, then eight paler ones, repeated."""
+    base = _COLOURS[rank % 8]
+    if rank // 8 % 2 == 0:
+        return base
+    return "#" + "".join(f"{(255 + int(base[i : i + 2], 16)) // 2:02X}" for i in (1, 3, 5))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One sequence cut into cells of ``block`` tokens.
+    ``cells[c][rank]``: the runs of cell ``c`` on ``rank``; padding is {}."""
+
+    cells: tuple[dict[int, tuple[Run, ...]], ...]
+    block: int
+
+    @classmethod
+    def of(cls, plan: RingPlan, most: int) -> Axis:
+        """Cut the tokens of ``plan`` into at most ``most`` cells."""
+        held = plan.seq_local * plan.ranks
+        block = max(-(-held // most), 1)
+        cells: tuple[dict[int, tuple[Run, ...]], ...] = tuple({} for _ in range(0, held, block))
+        for rank, runs in enumerate(plan.q_runs):
+            for _, tokens, start, stride in runs:
+                run = Run(start, tokens, stride)
+                for c in range(start // block, -(-(start + stride * tokens) // block) if tokens else 0):
+                    part = _within(run, c * block, (c + 1) * block)
+                    if part.length:
+                        cells[c][rank] = (*cells[c].get(rank, ()), part)
+        return cls(cells, block)
+
+    def ranks(self, cell: int) -> list[int]:
+        """Return the ranks of a cell, rotated by its index so that neighbouring cells with the same ranks begin differently."""
+        ranks = sorted(self.cells[cell])
+        first = cell % len(ranks) if ranks else 0
+        return ranks[first:] + ranks[:first]
+
+
+def computed(plan: RingPlan, axis: Axis, shift: int) -> list[list[int | None]]:
+    """Return for [query cell][key cell] a rank, or None, that computes pairs with the keys of rank ``(rank - shift) % ranks``."""
+    band, lo, hi = plan.mask, plan.mask.lo, plan.mask.hi
+    cells = range(len(axis.cells))
+    sources = [[(rank, (rank - shift) % plan.ranks) for rank in axis.ranks(a)] for a in cells]
+
+    def cell(a: int, b: int) -> int | None:
+        lag = (a - b) * axis.block
+        if (lo is not None and lag + axis.block - 1 < lo) or (hi is not None and lag - axis.block + 1 > hi):
+            return None
+        for rank, source in sources[a]:
+            for k in axis.cells[b].get(source, ()):
+                if any(band.onto(q, k).area(q.length, k.length) for q in axis.cells[a][rank]):
+                    return rank
+        return None
+
+    return [[cell(a, b) for b in cells] for a in cells]
+
+
+def _within(run: Run, first: int, end: int) -> Run:
+    """Return the part of ``run`` with positions in ``first .. end - 1``."""
+    skipped = max(-((run.start - first) // run.stride), 0)
+    return Run(run.start + skipped * run.stride, max(run.length - skipped, 0), run.stride).before(end)
+
+
+def title(plan: RingPlan) -> str:
+    counts = f"{count_in_words(plan.ranks, 'rank')}, {count_in_words(plan.length, 'token')}"
+    return f"{plan.layout} layout, {mask_in_words(plan.mask)}, {counts}"
+
+
+def mask_in_words(band: Band) -> str:
+    """Describe a mask, such as ``causal mask with offset 3``, by words or else by the inequality of its band."""
+    if band == Band():
+        return "full attention"
+    if band.lo is not None and band.hi is None:
+        return "causal mask" + (f" with offset {-band.lo:,}" if band.lo else "")
+    if band.lo is not None and band.hi is not None and band.lo <= 0 <= band.hi:
+        return f"window of {band.hi:,} before and {-band.lo:,} after"
+    return f"mask {band}"
+
+
+def travel_in_words(plan: RingPlan) -> str:
+    """Describe transfers, with distances in ranks, as ``8 steps at shifts 0 to 7, 7 hops by 1, gradients go home by 1``."""
+    shifts, hops = plan.shifts, plan.hops
+    if not hops:
+        return "1 step, nothing travels"
+    at = f"0 to {shifts[-1]}" if len(shifts) > 2 and len(shifts) == shifts[-1] + 1 else _listed(shifts)
+    by = f"{count_in_words(len(hops), 'hop')} by {hops[0]}" if len(set(hops)) == 1 else f"hops by {_listed(hops)}"
+    return f"{count_in_words(len(shifts), 'step')} at shifts {at}, {by}, gradients go home by {plan.home}"
+
+
+def holds(runs: tuple[tuple[int, int, int, int], ...]) -> str:
+    """Return a rank's runs (base, length, start, stride) as slices of positions, such as ``0:512, 7680:8192``, or "padding"."""
+    kept = [(start, start + stride * (length - 1) + 1, stride) for _, length, start, stride in runs if length]
+    slices = [f"{first}:{end}" if stride == 1 else f"{first}:{end}:{stride}" for first, end, stride in kept]
+    return ", ".join(slices) or "padding"
+
+
+def short(pairs: int) -> str:
+    """Format a count in at most five characters: ``9999``, ``525k``, ``1.05M``."""
+    if pairs < 10_000:
+        return str(pairs)
+    mantissa, exponent = f"{pairs:.2e}".split("e")
+    thousands, rest = divmod(int(exponent), 3)
+    if thousands > len("kMGTPE"):
+        return f"{pairs:.0e}".replace("+", "")
+    return f"{float(mantissa) * 10**rest:.{2 - rest}f}{'kMGTPE'[thousands - 1]}"
+
+
+def count_in_words(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    """Format numbers as ``1 and 2`` or ``1 2 3``; more than eight are shortened: ``1 2 3 4 5 6 ... 63``."""
+    if len(numbers) == 2:
+        return f"{numbers[0]} and {numbers[1]}"
+    head = numbers if len(numbers) <= 8 else (*numbers[:6], "...", numbers[-1])
+    return " ".join(map(str, head))
+
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
