@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..processes import Worker
-from ..train.trainer_protocol import TrainStep
+from ..train.loop import TrainStep
 from .settings import DemoSettings
 
 Step = Callable[[int, np.ndarray], TrainStep]

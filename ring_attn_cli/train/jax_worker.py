@@ -38,8 +38,7 @@ from .config import DTYPES, Config
 from .data import build_model, check_vocab, dataset_arguments, save_model
 from .folder import CHECKPOINTS, extract_lora
 from .jax_mesh import AXES, make_mesh, place, weight_shardings
-from .loop import Tell, train
-from .trainer_protocol import RunDevices, TrainStep, measure_process
+from .loop import RunDevices, Tell, TrainStep, measure_process, train
 
 MAX_BYTES = 4096
 """Size of the text that process 0 broadcasts, in bytes; a longer text is cut."""

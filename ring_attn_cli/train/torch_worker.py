@@ -33,9 +33,8 @@ from .arithmetic import rates
 from .config import Config
 from .data import build_model, check_vocab, dataset_arguments, save_model
 from .folder import CHECKPOINTS, extract_lora, hold
-from .loop import Tell, train
+from .loop import RunDevices, Tell, TrainStep, measure_process, train
 from .torch_ranks import CPU, device_of, join_launched, member, reported_errors
-from .trainer_protocol import RunDevices, TrainStep, measure_process
 
 
 def work(report: Report, rank: int, config: Config, store: str) -> None:
