@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
@@ -109,6 +110,19 @@ def sample(file: OpenFile, samples: int = SAMPLES) -> str:
     for start in starts:
         digest.update(read_at(file, start, BLOCK))
     return digest.hexdigest()[:32]
+
+
+def lock_file(file: OpenFile | int) -> bool:
+    """Lock an open file, waiting for other processes. Return False on Windows and on file systems without locks."""
+    if sys.platform == "win32":
+        return False
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
 
 
 def parse_json(text: str | bytes) -> Any:

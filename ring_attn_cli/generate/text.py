@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import codecs
 import unicodedata
-from pathlib import Path
-from typing import Any
+
+from ring_attn_core.data.encoding import read_tokenizer
 
 from .settings import GenerateSettings
 
@@ -19,7 +19,7 @@ class Text:
     def __init__(self, settings: GenerateSettings) -> None:
         beside = settings.weights / "tokenizer.json"
         path = settings.tokenizer or (beside if beside.is_file() else None)
-        self._tokenizer = None if path is None else _read(path)
+        self._tokenizer = None if path is None else read_tokenizer(lambda kind: kind.from_file(str(path)), str(path))
         text = settings.read_prompt()
         if self._tokenizer is None:
             self.ids = list(text.encode())
@@ -55,15 +55,3 @@ def harmless(text: str) -> str:
     """Escape the characters that control a terminal or the writing direction, except line breaks and tabs."""
     steers = lambda c: c not in "\n\t" and (unicodedata.category(c) == "Cc" or c in STEERS)
     return "".join(c.encode("unicode_escape").decode() if steers(c) else c for c in text)
-
-
-def _read(path: Path) -> Any:
-    from tokenizers import Tokenizer  # type: ignore[import-not-found]  # optional
-
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises plain Exception
-        raise ValueError(f"{path} is not a tokenizer.json of tokenizers: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer

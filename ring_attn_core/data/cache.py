@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,7 +28,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..files import check_regular, open_file, read_bytes, read_json, sample
+from ..files import check_regular, lock_file, open_file, read_bytes, read_json, sample
 from . import row_files
 from .chat import template_files
 from .documents import Document, File, TokenizedDocuments, content_of, unchanged
@@ -191,16 +190,6 @@ def _new_file(folder: Path) -> Iterator[tuple[BinaryIO, Path]]:
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
     """Lock the folder, waiting for other processes. Yield True, or False on Windows and on file systems without locks."""
-    if sys.platform == "win32":
-        yield False
-        return
-    import fcntl
-
     check_regular(folder / ".lock")
     with open(folder / ".lock", "ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            alone = True
-        except OSError:
-            alone = False
-        yield alone
+        yield lock_file(lock)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -29,7 +29,10 @@ class Encoder:
 
     def __init__(self, settings: DatasetSettings, tokenizer_text: bytes | None) -> None:
         self._settings = settings
-        self._tokenizer = None if tokenizer_text is None else _tokenizer(settings, tokenizer_text)
+        self._tokenizer = None
+        if tokenizer_text is not None:
+            make = lambda kind: kind.from_buffer(tokenizer_text)
+            self._tokenizer = read_tokenizer(make, f"tokenizer={str(settings.tokenizer)!r}")
         self._template = None
         if settings.chat is not None and settings.tokenizer is not None:
             self._template = ChatTemplate(settings.tokenizer, parts=settings.marks_labels)
@@ -93,15 +96,16 @@ class Encoder:
         return [None] * len(texts) if self._tokenizer is None else self._tokenizer.encode_batch(texts, add_special_tokens=False)
 
 
-def _tokenizer(settings: DatasetSettings, text: bytes) -> Any:
+def read_tokenizer(make: Callable[[Any], Any], name: str) -> Any:
+    """Return what ``make`` makes of the class Tokenizer. ``name``: begins the error if that is not a tokenizer.json."""
     try:
         from tokenizers import Tokenizer  # type: ignore[import-not-found]  # optional
     except ModuleNotFoundError as missing:
         raise missing_package("tokenizer=", "tokenizers", "data") from missing
     try:
-        tokenizer = Tokenizer.from_buffer(text)
+        tokenizer = make(Tokenizer)
     except Exception as error:  # its Rust code raises several types
-        raise ValueError(f"tokenizer={str(settings.tokenizer)!r} is not a tokenizer.json of tokenizers: {error}") from error
+        raise ValueError(f"{name} is not a tokenizer.json of tokenizers: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

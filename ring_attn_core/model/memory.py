@@ -11,6 +11,7 @@ Source     the tensors that autograd saves in this library's PyTorch layers; a t
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -228,18 +229,8 @@ def longest(config: TransformerConfig, training: Training, memory: int, host: in
     """Return the most tokens per GPU, a multiple of ``STEP``, whose step fits; 0 if none fit.
     ``memory``, ``host``: bytes per GPU of its own and of the host (None: unlimited). ``training.tokens`` is ignored."""
 
-    def fits(steps: int) -> bool:
-        if steps * STEP > LARGEST:
-            return False
-        needed = peak_memory(config, replace(training, tokens=steps * STEP))
-        return needed.peak <= memory and (host is None or total(needed.host) <= host)
+    def exceeds(tokens: int) -> bool:
+        needed = peak_memory(config, replace(training, tokens=tokens))
+        return needed.peak > memory or (host is not None and total(needed.host) > host)
 
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * STEP
+    return STEP * bisect_left(range(STEP, LARGEST + 1, STEP), True, key=exceeds)

@@ -15,6 +15,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
+from ..files import lock_file
 from .weight_files import CONFIG, INDEX, REPLACED, SAVING, WEIGHTS, resolved, to_disk
 
 LOCK = ".{}.lock"
@@ -80,14 +81,11 @@ def _alone(folder: Path) -> Iterator[None]:
     if sys.platform == "win32":
         yield
         return
-    import fcntl
-
     path = folder.with_name(LOCK.format(folder.name))
     while True:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            with suppress(OSError):
-                fcntl.flock(number, fcntl.LOCK_EX)
+            lock_file(number)
             if path.exists() and os.path.samestat(os.stat(path), os.fstat(number)):  # else the process before has deleted it
                 break
             os.close(number)
