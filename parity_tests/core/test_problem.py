@@ -43,7 +43,7 @@ FULL = replace(
 
 def changed(problem: Problem, **changes: Any) -> Problem:
     """The problem with other values, of the options too."""
-    of_options = {name: changes.pop(name) for name in problem.options.as_dict() if name in changes}
+    of_options = {name: changes.pop(name) for name in vars(problem.options) if name in changes}
     return replace(problem, **changes, options=replace(problem.options, **of_options))
 
 

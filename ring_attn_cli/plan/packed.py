@@ -27,7 +27,7 @@ from ring_attn_core.problem.auto import HALF
 from ring_attn_core.runs import Band, Run
 
 from .options import check_drawn, read_words
-from .terminal import count_in_words, mask_in_words, rank_cell, short
+from .terminal import Axis, count_in_words, mask_in_words, rank_cell, short
 
 BALANCED = "balanced"
 MOST_DOCUMENTS = 100_000
@@ -207,18 +207,11 @@ def _strips(plan: PackedPlan, width: int, what: str) -> list[Text]:
     """Draw the positions as text lines of equal cells: the parts, below them the ranks, and a legend.
     A cell shows the letter of the part that fills more than half of it, else ".", and the rank with most of its tokens; "/"
     marks padding."""
-    held = plan.seq_local * len(plan.runs)
-    block = max(-(-held // max(width - 28, width // 2)), 1)
-    cells: list[dict[int, int]] = [{} for _ in range(0, held, block)]
-    for rank, runs in enumerate(plan.runs):
-        for run in runs:
-            last = run.start + run.stride * (run.length - 1)
-            for cell in range(run.start // block, last // block + 1):
-                tokens = run.before((cell + 1) * block).length - run.before(cell * block).length
-                cells[cell][rank] = cells[cell].get(rank, 0) + tokens
-    starts = list(accumulate(plan.parts, initial=0))
+    axis = Axis.cut(plan.runs, plan.seq_local * len(plan.runs), max(width - 28, width // 2))
+    block, starts = axis.block, list(accumulate(plan.parts, initial=0))
     letters, ranks = Text(f"{what:<10}"), Text("ranks     ")
-    for cell, counts in enumerate(cells):
+    for cell, held in enumerate(axis.cells):
+        counts = {rank: sum(run.length for run in runs) for rank, runs in held.items()}
         first, end = cell * block, min((cell + 1) * block, starts[-1])
         at = bisect_right(starts, (first + end) // 2) - 1
         covers = at < len(plan.parts) and min(starts[at + 1], end) - max(starts[at], first) > block // 2

@@ -7,6 +7,7 @@ filled if any query-key pair in it is computed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -49,13 +50,18 @@ class Axis:
     @classmethod
     def of(cls, plan: RingPlan, most: int) -> Axis:
         """Cut the tokens of ``plan`` into at most ``most`` cells."""
-        held = plan.seq_local * plan.ranks
-        block = max(-(-held // most), 1)
-        cells: tuple[dict[int, tuple[Run, ...]], ...] = tuple({} for _ in range(0, held, block))
-        for rank, runs in enumerate(plan.q_runs):
-            for _, tokens, start, stride in runs:
-                run = Run(start, tokens, stride)
-                for c in range(start // block, -(-(start + stride * tokens) // block) if tokens else 0):
+        runs = [[Run(start, tokens, stride) for _, tokens, start, stride in held] for held in plan.q_runs]
+        return cls.cut(runs, plan.seq_local * plan.ranks, most)
+
+    @classmethod
+    def cut(cls, runs: Sequence[Iterable[Run]], tokens: int, most: int) -> Axis:
+        """Cut ``tokens`` positions, padding included, into at most ``most`` cells. ``runs``: by rank."""
+        block = max(-(-tokens // most), 1)
+        cells: tuple[dict[int, tuple[Run, ...]], ...] = tuple({} for _ in range(0, tokens, block))
+        for rank, held in enumerate(runs):
+            for run in held:
+                last = run.start + run.stride * (run.length - 1)
+                for c in range(run.start // block, last // block + 1) if run.length else ():
                     part = _within(run, c * block, (c + 1) * block)
                     if part.length:
                         cells[c][rank] = (*cells[c].get(rank, ()), part)

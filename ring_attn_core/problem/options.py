@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..layouts import plain_length
@@ -112,6 +112,3 @@ class Options:
         length, kv_length, lo, hi = (None if count == NO_COUNT else count for count in counts[:4])
         values |= {"mask": Band(lo, hi), "length": length, "kv_length": kv_length, "dropout_offset": (counts[4], counts[5])}
         return cls(layout=layout if isinstance(layout, str) else BalancedLayout(*layout), **values)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
