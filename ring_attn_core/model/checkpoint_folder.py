@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: find complete checkpoints, complete a new one, and delete old ones.
+"""The folder of a run's checkpoints: find complete checkpoints, complete a new one in the background, and delete old ones.
 
 A save writes into ``.step-000000100.<random>.saving`` (``CheckpointFolder.begin``). ``commit`` calls fsync on this folder,
 renames it to ``step-000000100``, and writes ``run.json`` into it. Then it calls fsync on this file, the renamed folder and its
@@ -13,7 +13,9 @@ import errno
 import json
 import re
 import time
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import file_digest
 from pathlib import Path
 from secrets import token_hex
@@ -21,7 +23,7 @@ from shutil import copytree, rmtree
 from typing import Any
 
 from .folder_lock import FolderLock, locked
-from .progress import check_next
+from .progress import check_keep, check_next
 from .weight_files import to_disk
 
 RUN = "run.json"
@@ -131,6 +133,51 @@ class CheckpointFolder:
 
     def _is_complete(self, path: Path) -> bool:
         return any((path / mark).is_file() for mark in self._marks)
+
+
+class BackgroundSaves:
+    """The part of both packages' ``Checkpoints`` that needs no framework: the folder, and the save in progress.
+    ``_failed(step, error)``: returns the error to raise after a failed save."""
+
+    _failed: Any
+
+    def __init__(self, folder: str | Path, keep: int, name: str, marks: tuple[str, ...] = (RUN,)) -> None:
+        check_keep(keep)
+        self.folder, self.keep = Path(folder).resolve(), keep
+        self._folder = CheckpointFolder(self.folder, name, marks)
+        self._pending: tuple[int, Future[None]] | None = None
+        self._undeleted = ""
+
+    def _start(self, step: int, write: Callable[..., None], *arguments: object) -> None:
+        """Call ``write(*arguments)`` in a thread."""
+        thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending = step, thread.submit(write, *arguments)
+        thread.shutdown(wait=False)  # the thread ends after the save
+
+    def _commit(self, new: Path, step: int, run: dict[str, Any]) -> None:
+        self._folder.commit(new, step, run)
+        self._undeleted = self._folder.delete_old(self.keep)
+
+    def wait(self) -> None:
+        """Wait for the save in progress, if any. Raise OSError if it has failed; earlier checkpoints stay complete.
+
+        Warn if the save could not delete old checkpoints.
+        """
+        if self._pending is not None:
+            (step, saving), self._pending = self._pending, None
+            try:
+                saving.result()
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:
+                raise self._failed(step, error) from error
+        if self._undeleted:
+            words, self._undeleted = self._undeleted, ""
+            warnings.warn(f"{words}. The newest checkpoint is whole", stacklevel=2)
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a complete checkpoint, in ascending order."""
+        return self._folder.steps()
 
 
 def seen(path: Path, patience: float | None = None) -> bool:

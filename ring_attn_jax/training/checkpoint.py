@@ -5,9 +5,7 @@ A save writes to a temporary folder, renames it, and writes ``run.json`` last: s
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -15,9 +13,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from ring_attn_core.model.checkpoint_folder import RUN, CheckpointFolder, seen
+from ring_attn_core.model.checkpoint_folder import RUN, BackgroundSaves, seen
 from ring_attn_core.model.config import TransformerConfig
-from ring_attn_core.model.progress import ResumePoint, check_arrays, check_keep, described, progress_of
+from ring_attn_core.model.progress import ResumePoint, check_arrays, described, progress_of
 
 from ..layers.transformer import RingTransformer
 from .checkpoint_files import EARLIER, CheckpointFiles, run_of
@@ -25,7 +23,7 @@ from .checkpoint_values import kind_of, kinds_for, place, set_values, split, val
 from .ranks import agreed, by_process, check_kinds
 
 
-class Checkpoints:
+class Checkpoints(BackgroundSaves):
     """The newest checkpoints of a training run: weights, optimizer, random generators, and the position in the data.
 
         checkpoints = Checkpoints("run/checkpoints", keep=3)
@@ -45,13 +43,8 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 3) -> None:
-        check_keep(keep)
-        self.folder, self.keep = Path(folder).resolve(), keep
-        self._folder = CheckpointFolder(self.folder, "step_{}", (RUN, EARLIER))
-        self._files = CheckpointFiles()
-        self._pending: tuple[int, Future[None]] | None = None
-        self._undeleted = ""
-        self._is_closed = False
+        super().__init__(folder, keep, "step_{}", (RUN, EARLIER))
+        self._files, self._is_closed = CheckpointFiles(), False
 
     def save(
         self,
@@ -100,20 +93,15 @@ class Checkpoints:
                 f"be lost. Put {self.folder} on a file system that all processes share"
             )
 
-        def commit(files: dict[str, Any]) -> None:
-            self._folder.commit(new, step, run | {"files": files})
-            self._undeleted = self._folder.delete_old(self.keep)
-
         try:
             agreed(lambda: self._files.begin(new, arrays))
         except Exception as error:
             self._files.abandon()
             if isinstance(error, OSError):
-                raise _failed(step, error) from error
+                raise self._failed(step, error) from error
             raise
-        thread = ThreadPoolExecutor(1, "checkpoint")
-        self._pending = step, thread.submit(self._files.end, new, self._folder.where(step), commit)
-        thread.shutdown(wait=False)  # the thread ends after the save
+        commit = lambda files: self._commit(new, step, run | {"files": files})
+        self._start(step, self._files.end, new, self._folder.where(step), commit)
 
     def resume(self, model: nnx.Module, optimizer: nnx.Optimizer | None = None) -> ResumePoint | None:
         """Load the newest checkpoint into all variables of ``model`` and ``optimizer``, and return the saved progress.
@@ -185,21 +173,6 @@ class Checkpoints:
         set_values(model, optimizer, loaded)
         return result[0]
 
-    def wait(self) -> None:
-        """Wait for the save in progress, if any. Raise OSError if it has failed; earlier checkpoints stay complete.
-
-        Warn if the save could not delete old checkpoints.
-        """
-        if self._pending is not None:
-            (step, saving), self._pending = self._pending, None
-            try:
-                saving.result()
-            except Exception as error:
-                raise _failed(step, error) from error
-        if self._undeleted:
-            words, self._undeleted = self._undeleted, ""
-            warnings.warn(f"{words}. The newest checkpoint is whole", stacklevel=2)
-
     def close(self) -> None:
         """Wait for the save in progress, as ``wait`` does, unlock the folder for other runs, and release orbax's threads."""
         try:
@@ -209,9 +182,8 @@ class Checkpoints:
             self._folder.release()
             self._files.close()
 
-    def steps(self) -> list[int]:
-        """Return the steps that have a complete checkpoint, in ascending order."""
-        return self._folder.steps()
+    def _failed(self, step: int, error: BaseException) -> OSError:
+        return OSError(f"the checkpoint of step {step} could not be saved, and those before it are as they were: {error}")
 
 
 def _class_of(optimizer: nnx.Optimizer | None) -> str | None:
@@ -229,10 +201,6 @@ def _class_of(optimizer: nnx.Optimizer | None) -> str | None:
 def _config(model: nnx.Module) -> TransformerConfig | None:
     """Return the config of ``model``, a RingTransformer or a module that contains one. Return None for other models."""
     return next((module.config for _, module in nnx.iter_graph(model) if isinstance(module, RingTransformer)), None)
-
-
-def _failed(step: int, error: Exception) -> OSError:
-    return OSError(f"the checkpoint of step {step} could not be saved, and those before it are as they were: {error}")
 
 
 def _damaged(where: Path, error: Exception) -> ValueError:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from shutil import rmtree
@@ -18,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn_core.model.checkpoint_folder import RUN, CheckpointFolder, seen
-from ring_attn_core.model.progress import ResumePoint, check_arrays, check_keep, described, progress_of
+from ring_attn_core.model.checkpoint_folder import RUN, BackgroundSaves, seen
+from ring_attn_core.model.progress import ResumePoint, check_arrays, described, progress_of
 from ring_attn_core.model.weight_files import read_json
 
 from ..ring.groups import local, rank_in, ranks_of, ring_of
@@ -44,7 +43,7 @@ from .optimizer_states import (
 from .ranks import agreed, by_rank, check_kinds
 
 
-class Checkpoints:
+class Checkpoints(BackgroundSaves):
     """The newest checkpoints of a training run: weights, optimizer, random generators, and the position in the data.
 
         checkpoints = Checkpoints("run/checkpoints", keep=3)
@@ -67,15 +66,13 @@ class Checkpoints:
     until ``close``.
     """
 
+    _failed = staticmethod(failed)
+
     def __init__(self, folder: str | Path, *, keep: int = 3, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
-        check_keep(keep)
-        self.folder, self.keep = Path(folder).resolve(), keep
-        self._files = CheckpointFolder(self.folder, "step-{:09}")
+        super().__init__(folder, keep, "step-{:09}")
         ring = ring_of(group)
         self._ring = None if ring is None or ranks_of(ring) == 1 else ring
         self._rank = 0 if self._ring is None else rank_in(self._ring)
-        self._pending: tuple[int, Future[None]] | None = None
-        self._undeleted = ""
         self._background: Any = None
         if self._ring is None:
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
@@ -122,7 +119,7 @@ class Checkpoints:
         values = agreed("Checkpoints.save", prepare, self._ring, step=step, optimizer=class_of(optimizer))
         of_model = {name: x for name, x in tensors.items() if name.startswith("model.")}
         check_kinds("Checkpoints.save: the model", of_model, self._ring)
-        begin = lambda: None if self._rank else self._files.begin(step).name
+        begin = lambda: None if self._rank else self._folder.begin(step).name
         new = self.folder / agreed("Checkpoints.save: begin", begin, self._ring)[0]
         self._check_shared(new)
         if optimizer is not None and len(set(values)) > 1:
@@ -131,20 +128,15 @@ class Checkpoints:
             states = with_shards(model, optimizer, states, union(everybody))
         tensors |= flat(states)
 
-        def commit(files: dict[str, Any]) -> None:
-            self._files.commit(new, step, run | {"files": files})
-            self._undeleted = self._files.delete_old(self.keep)
-
+        commit = lambda files: self._commit(new, step, run | {"files": files})
         if self._ring is None or self._background is not None:
             # Not torch's async_save: it refuses a default group that has only NCCL, even if nothing is sent over it.
-            thread = ThreadPoolExecutor(1, "checkpoint")
-            self._pending = step, thread.submit(write, new, copied(tensors), commit, self._background)
-            thread.shutdown(wait=False)  # the thread ends after the save
+            self._start(step, write, new, copied(tensors), commit, self._background)
         else:
             try:
                 write(new, tensors, commit, self._ring)
             except BaseException as error:
-                raise failed(step, error) from error
+                raise self._failed(step, error) from error
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> ResumePoint | None:
         """Load the newest checkpoint into weights, optimizer and random generators. Return its ``step``, ``data`` and ``more``.
@@ -162,7 +154,7 @@ class Checkpoints:
         optimizer = innermost(optimizer)
         latest = lambda: max(self.steps(), default=-1)
         newest = max(agreed("Checkpoints.resume", latest, self._ring, optimizer=class_of(optimizer)))
-        here = lambda: newest if newest < 0 or self._files.holds(newest) else latest()
+        here = lambda: newest if newest < 0 or self._folder.holds(newest) else latest()
         found = agreed("Checkpoints.resume: the newest", here, self._ring)
         if len(set(found)) > 1:
             raise ValueError(
@@ -171,7 +163,7 @@ class Checkpoints:
             )
         if newest < 0:
             return None
-        where = self._files.where(newest)
+        where = self._folder.where(newest)
         places: dict[str, Any] = {}
         states: States = {}
 
@@ -208,21 +200,6 @@ class Checkpoints:
             set_groups(optimizer, run["optimizer"])
         return progress
 
-    def wait(self) -> None:
-        """Wait for the save in progress, if any. Raise OSError if it has failed; earlier checkpoints stay complete.
-
-        Warn if the save could not delete old checkpoints.
-        """
-        if self._pending is not None:
-            (step, saving), self._pending = self._pending, None
-            try:
-                saving.result()
-            except BaseException as error:
-                raise failed(step, error) from error
-        if self._undeleted:
-            words, self._undeleted = self._undeleted, ""
-            warnings.warn(f"{words}. The newest checkpoint is whole", stacklevel=2)
-
     def close(self) -> None:
         """Wait for the save in progress, as ``wait`` does, and unlock the folder for other runs.
 
@@ -231,11 +208,7 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._files.release()
-
-    def steps(self) -> list[int]:
-        """Return the steps that have a complete checkpoint, in ascending order."""
-        return self._files.steps()
+            self._folder.release()
 
     def _check_shared(self, new: Path) -> None:
         """Raise ValueError on every rank if any rank does not see the folder that the first rank has just created."""
