@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 
 from .keys import Keys
 from .score import Score
-from .state import BackwardInputs, Gradients, State
+from .state import Arrived, BackwardInputs, Gradients, State
 
 
 class Backend(Protocol):
@@ -41,14 +40,7 @@ class Backend(Protocol):
         ...
 
     def attend_backward(
-        self,
-        of_q: BackwardInputs,
-        keys: Keys,
-        rows: jax.Array,
-        score: Score,
-        dq: jax.Array | None,
-        arrived: Callable[[], jax.Array | None],
-        last: bool,
+        self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, arrived: Arrived, last: bool
     ) -> tuple[jax.Array, Gradients]:
         """Add the contribution of ``keys`` to ``dq``, and add dk and dv to the gradients that ``arrived()`` returns; return both.
 

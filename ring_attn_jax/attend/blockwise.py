@@ -23,7 +23,6 @@ Precision  float32 throughout (float64 for float64 inputs), whatever the input d
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -37,7 +36,7 @@ from ring_attn_core.runs import Row
 from .backend import sink_gradient
 from .keys import Keys
 from .score import Score
-from .state import BackwardInputs, Gradients, State, carries_rest, rest_of
+from .state import Arrived, BackwardInputs, Gradients, State, carries_rest, rest_of
 from .tiles import Pair, TileInputs, accumulation_dtype, dot
 
 
@@ -71,14 +70,7 @@ class Blockwise:
         return BackwardInputs(q, dout, lse, delta, dsinks)
 
     def attend_backward(
-        self,
-        of_q: BackwardInputs,
-        keys: Keys,
-        rows: jax.Array,
-        score: Score,
-        dq: jax.Array | None,
-        arrived: Callable[[], jax.Array | None],
-        last: bool,
+        self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, arrived: Arrived, last: bool
     ) -> tuple[jax.Array, Gradients]:
         total = jnp.zeros_like(of_q.q, dtype=accumulation_dtype(of_q.q.dtype)) if dq is None else dq
         total, dkv = attend_backward(of_q, keys, rows, score, total, even=self.even)

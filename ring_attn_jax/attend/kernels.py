@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -22,7 +22,7 @@ from .keys import Keys, along_tokens, clipped
 from .launch import launch
 from .one_run import as_one_run
 from .score import Score
-from .state import BackwardInputs, Gradients, State
+from .state import Arrived, BackwardInputs, Gradients, State
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,7 @@ class Kernels:
         return BackwardInputs(q, dout, lse2, delta, dsinks, bounds)
 
     def attend_backward(
-        self,
-        of_q: BackwardInputs,
-        keys: Keys,
-        rows: jax.Array,
-        score: Score,
-        dq: jax.Array | None,
-        arrived: Callable[[], jax.Array | None],
-        last: bool,
+        self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, arrived: Arrived, last: bool
     ) -> tuple[jax.Array, Gradients]:
         """Compute a step's gradients: by one Hopper kernel if ``steps.in_one_pass``, else dq by one kernel, dk and dv by another.
 

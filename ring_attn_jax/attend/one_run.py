@@ -10,7 +10,6 @@ The new extents thus express the mask too. Key extents become intervals of query
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from ring_attn_core.runs import Band, Row
 from .backend import Backend
 from .keys import Keys, clipped
 from .score import Score
-from .state import BackwardInputs, Gradients, State
+from .state import Arrived, BackwardInputs, Gradients, State
 
 
 def as_one_run(rows: jax.Array, keys: Keys, score: Score, queries: int, band: Band) -> tuple[jax.Array, Keys, Score]:
@@ -86,31 +85,20 @@ class TracedRuns:
 
     @property
     def two_arrays(self) -> bool:
-        """Return ``two_arrays`` of the wrapped backend."""
         return self.backend.two_arrays
 
     def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
-        """Convert the step, and call the wrapped backend. See ``Backend.attend``."""
         return self.backend.attend(q, *_converted(q, keys, rows, score), total, last)
 
     def backward_inputs(
         self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State
     ) -> BackwardInputs:
-        """Convert the step, and call the wrapped backend. See ``Backend.backward_inputs``."""
         of_q = self.backend.backward_inputs(q, *_converted(q, keys, rows, score), total, dtotal)
         return of_q._replace(bounds=None)  # each step computes its own bounds
 
     def attend_backward(
-        self,
-        of_q: BackwardInputs,
-        keys: Keys,
-        rows: jax.Array,
-        score: Score,
-        dq: jax.Array | None,
-        arrived: Callable[[], jax.Array | None],
-        last: bool,
+        self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, arrived: Arrived, last: bool
     ) -> tuple[jax.Array, Gradients]:
-        """Convert the step, and call the wrapped backend. See ``Backend.attend_backward``."""
         return self.backend.attend_backward(of_q, *_converted(of_q.q, keys, rows, score), dq, arrived, last)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -30,6 +31,8 @@ class State(NamedTuple):
 
 Gradients = jax.Array | tuple[jax.Array, ...]
 """The gradients of keys: dkv packed like k and v, or (dk, dv) if k and v are two arrays."""
+Arrived = Callable[[], jax.Array | None]
+"""Returns the gradients of a step's keys from other ranks' queries, or None if there are none."""
 
 
 class BackwardInputs(NamedTuple):

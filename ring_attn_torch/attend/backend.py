@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from .keys import Keys
 from .score import Score
-from .state import BackwardInputs, Gradients, State
+from .state import Arrived, BackwardInputs, Gradients, State
 from .tiles import Rows
 
 
@@ -44,14 +43,7 @@ class Backend(Protocol):
         ...
 
     def attend_backward(
-        self,
-        of_q: BackwardInputs,
-        keys: Keys,
-        rows: Rows,
-        score: Score,
-        dq: Tensor | None,
-        arrived: Callable[[], Tensor | None],
-        last: bool,
+        self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor | None, arrived: Arrived, last: bool
     ) -> tuple[Tensor, Gradients]:
         """Add the contribution of ``keys`` to ``dq``, None before the first step, and dk and dv to the gradients that
         ``arrived()`` returns. ``arrived()``: the gradients of ``keys`` from other ranks' queries, or None. Return dq and the

@@ -21,7 +21,6 @@ Precision  float32 throughout (float64 for float64 inputs), whatever the input d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -31,7 +30,7 @@ from torch import Tensor
 from .backend import sink_gradient
 from .keys import Keys
 from .score import Score
-from .state import BackwardInputs, Gradients, State, carries_rest, rest_of
+from .state import Arrived, BackwardInputs, Gradients, State, carries_rest, rest_of
 from .tiles import Rows, TileInputs, accumulation_dtype
 
 LOG2E = math.log2(math.e)
@@ -64,14 +63,7 @@ class Blockwise:
         return BackwardInputs(q, dout, lse, delta, dsinks, out=out)
 
     def attend_backward(
-        self,
-        of_q: BackwardInputs,
-        keys: Keys,
-        rows: Rows,
-        score: Score,
-        dq: Tensor | None,
-        arrived: Callable[[], Tensor | None],
-        last: bool,
+        self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor | None, arrived: Arrived, last: bool
     ) -> tuple[Tensor, Gradients]:
         dq = of_q.q.new_zeros(of_q.q.shape, dtype=accumulation_dtype(of_q.q.dtype)) if dq is None else dq
         dq, dkv = self.gradients(of_q, keys, rows, score, dq)

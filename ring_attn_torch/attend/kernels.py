@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
@@ -25,7 +25,7 @@ from .launch import aligned, launch
 from .one_run import as_one_run
 from .recent import Unchanged, beside_capture, reusable, stream_of
 from .score import Score
-from .state import BackwardInputs, Gradients, State
+from .state import Arrived, BackwardInputs, Gradients, State
 from .tiles import Rows
 
 
@@ -79,14 +79,7 @@ class Kernels:
         return BackwardInputs(q, dout, lse2, delta, dsinks, bounds)
 
     def attend_backward(
-        self,
-        of_q: BackwardInputs,
-        keys: Keys,
-        rows: Rows,
-        score: Score,
-        dq: Tensor | None,
-        arrived: Callable[[], Tensor | None],
-        last: bool,
+        self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor | None, arrived: Arrived, last: bool
     ) -> tuple[Tensor, Gradients]:
         """Compute a step's gradients by kernels: one for dq, dk and dv if ``in_one_pass``, which sums dq in float32, else two.
         After the ``last`` step of one pass another kernel scales and rounds dq."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,8 @@ class State(NamedTuple):
 
 Gradients = Tensor | tuple[Tensor, ...]
 """The gradients of keys: dkv packed like k and v, or (dk, dv) if k and v are two arrays."""
+Arrived = Callable[[], Tensor | None]
+"""Returns the gradients of a step's keys from other ranks' queries, or None if there are none."""
 
 
 class BackwardInputs(NamedTuple):
