@@ -184,40 +184,48 @@ def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: Sha
         check_array(array, q.shape, k.shape)
     if arrays.positions is None:
         _check_intervals(arrays, q.shape[1], k.shape[1], options, where)
-    inputs, specs = {"q": q, "k": k, "v": v, **arrays._asdict()}, where.specs(k.shape[2])
+    inputs = {"q": q, "k": k, "v": v, **arrays._asdict()}
+    return over_mesh(_attend, (options,), inputs, where, where.specs(k.shape[2]), return_lse)
+
+
+def _attend(inputs: dict[str, Any], where: ShardedAxes, options: Options) -> tuple[jax.Array, jax.Array]:
+    q, k, v = inputs.pop("q"), inputs.pop("k"), inputs.pop("v", None)
+    arrays = Arrays(**inputs)
+    if (state := arrays.dropout_seed) is not None:
+        rows, _, heads, _ = q.shape
+        first_row, first_head = _first(where.batch_axes, rows), _first(where.head_axis, heads)
+        arrays = arrays._replace(dropout_seed=state._replace(batch=state.batch + first_row, head=state.head + first_head))
+    return attention(q, k, v, arrays, options, where.axis_name)
+
+
+def over_mesh(
+    attend: Any, settings: tuple[Any, ...], inputs: dict[str, Any], where: ShardedAxes, specs: dict[str, Any], return_lse: bool
+) -> Any:
+    """Return out, or (out, lse), of ``attend(shards, where, *settings)`` for the shards of the ``inputs`` that are not None.
+    Calls of one function with equal ``settings`` compile once."""
     put = lambda name, x: x if name == "dropout_seed" else on_mesh(x, where.mesh, specs[name])
     placed = {name: put(name, x) for name, x in inputs.items() if x is not None}
     named = tuple((name, specs[name]) for name in placed)
-    return _compiled(where, named, options, return_lse, mapped_over_mesh())(placed)
+    return _compiled(attend, settings, where, named, return_lse, mapped_over_mesh())(placed)
 
 
 @lru_cache(maxsize=1024)
 def _compiled(
-    where: ShardedAxes, specs: tuple[tuple[str, PartitionSpec], ...], options: Options, return_lse: bool, mapped: bool
+    attend: Any, settings: tuple[Any, ...], where: ShardedAxes, specs: tuple[tuple[str, Any], ...], return_lse: bool, mapped: bool
 ) -> Any:
-    """Return the jitted function of a dict of arrays, cached, because each call outside jit would compile a new function."""
-
-    def on_shards(inputs: dict[str, Any]) -> Any:
-        q, k, v = inputs.pop("q"), inputs.pop("k"), inputs.pop("v", None)
-        arrays = Arrays(**inputs)
-        if (state := arrays.dropout_seed) is not None:
-            rows, _, heads, _ = q.shape
-            first_row, first_head = _first(where.batch_axes, rows), _first(where.head_axis, heads)
-            arrays = arrays._replace(dropout_seed=state._replace(batch=state.batch + first_row, head=state.head + first_head))
-        out, lse = attention(q, k, v, arrays, options, where.axis_name)
-        return (out, lse) if return_lse else out
-
-    return program(on_shards, where, dict(specs), return_lse, mapped)
-
-
-def program(on_shards: Any, where: ShardedAxes, specs: dict[str, PartitionSpec], return_lse: bool, mapped: bool) -> Any:
-    """Wrap ``on_shards`` in a jitted shard_map that returns out, or (out, lse) if ``return_lse``.
+    """Return the jitted function of a dict of arrays, cached, because each call outside jit would compile a new function.
 
     JAX (0.10 to 0.12) gives arrays mapped by a vmap with spmd_axis_name another type, which ``check_vma`` refuses to combine with
     others. So the check, which does not change gradients, is off if ``mapped``.
     """
-    out_specs = (specs["q"], specs["q"]) if return_lse else specs["q"]
-    return jax.jit(jax.shard_map(on_shards, mesh=where.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=not mapped))
+
+    def on_shards(inputs: dict[str, Any]) -> Any:
+        out, lse = attend(inputs, where, *settings)
+        return (out, lse) if return_lse else out
+
+    of_inputs = dict(specs)
+    of_results = (of_inputs["q"], of_inputs["q"]) if return_lse else of_inputs["q"]
+    return jax.jit(jax.shard_map(on_shards, mesh=where.mesh, in_specs=(of_inputs,), out_specs=of_results, check_vma=not mapped))
 
 
 def _first(axes: str | tuple[str, ...] | None, local: int) -> jax.Array:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from jax.sharding import Mesh, PartitionSpec
+import jax
+from jax.sharding import Mesh
 
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
@@ -15,8 +15,8 @@ from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 from ring_attn_core.variants.dilated import Patterns
 
-from ..axes import described, dtype_names, mapped_over_mesh, on_mesh
-from ..sharded import ShardedAxes, check_shards, program
+from ..axes import described, dtype_names
+from ..sharded import ShardedAxes, check_shards, over_mesh
 from .dilated import attend
 
 if TYPE_CHECKING:
@@ -79,27 +79,10 @@ def sharded_dilated_attention(
     inputs = {"q": q, "k": k, "v": v} | ({} if key_mask is None else {"key_mask": key_mask})
     for array in described({name: x for name, x in inputs.items() if name == "key_mask"}):
         check_array(array, q.shape, k.shape)
-    specs = where.specs(k.shape[2])
-    placed = {name: on_mesh(x, where.mesh, specs[name]) for name, x in inputs.items()}
     of_pairs = Patterns(tuple(segment for segment, _ in pairs), tuple(dilation for _, dilation in pairs), mixing)
-    named = tuple((name, specs[name]) for name in placed)
-    return _compiled(where, named, options, of_pairs, return_lse, mapped_over_mesh())(placed)
+    return over_mesh(_attend, (options, of_pairs), inputs, where, where.specs(k.shape[2]), return_lse)
 
 
-@lru_cache(maxsize=1024)
-def _compiled(
-    where: ShardedAxes,
-    specs: tuple[tuple[str, PartitionSpec], ...],
-    options: Options,
-    patterns: Patterns,
-    return_lse: bool,
-    mapped: bool,
-) -> Any:
-    """Return the jitted program from a cache, because otherwise each call outside jit would compile a new function."""
-
-    def on_shards(inputs: dict[str, Any]) -> Any:
-        q, k, v = (inputs[name] for name in "qkv")
-        out, lse = attend(q, k, v, inputs.get("key_mask"), patterns, options, where.axis_name)
-        return (out, lse) if return_lse else out
-
-    return program(on_shards, where, dict(specs), return_lse, mapped)
+def _attend(inputs: dict[str, Any], where: ShardedAxes, options: Options, patterns: Patterns) -> tuple[jax.Array, jax.Array]:
+    q, k, v = (inputs[name] for name in "qkv")
+    return attend(q, k, v, inputs.get("key_mask"), patterns, options, where.axis_name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -25,11 +25,11 @@ from ring_attn_core.problem.checks import check_array
 from ring_attn_core.variants.summary import Summaries, SummaryInputs, SummaryOptions, SummaryPlan, checked
 
 from ..attend.tiles import accumulation_dtype
-from ..axes import described, dtype_names, mapped_over_mesh, on_mesh, ring_size
+from ..axes import described, dtype_names, ring_size
 from ..block import attend_block, merge
 from ..call.autograd import attention
 from ..call.prepare import Arrays
-from ..sharded import ShardedAxes, check_shards, program
+from ..sharded import ShardedAxes, check_shards, over_mesh
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -256,20 +256,9 @@ def sharded(inputs: SummaryInputs, options: SummaryOptions, where: ShardedAxes, 
         check_array(described({"key_mask": key_mask})[0], q.shape, k.shape)
     of_k = where.specs(k.shape[2])
     specs = {name: of_k[name] for name in ("q", "k", "v", "key_mask")} | {"pool": PartitionSpec(None, *of_k["k"][2:3])}
-    whole = {name: on_mesh(x, where.mesh, specs[name]) for name, x in inputs._asdict().items() if x is not None}
-    named = tuple((name, specs[name]) for name in whole)
-    return _compiled(where, named, options, return_lse, mapped_over_mesh())(whole)
+    return over_mesh(_attend, (options,), inputs._asdict(), where, specs, return_lse)
 
 
-@lru_cache(maxsize=1024)
-def _compiled(
-    where: ShardedAxes, specs: tuple[tuple[str, PartitionSpec], ...], options: SummaryOptions, return_lse: bool, mapped: bool
-) -> Any:
-    """Return the jitted program from a cache, because otherwise each call outside jit would compile a new function."""
-
-    def on_shards(named: dict[str, jax.Array]) -> Any:
-        inputs = SummaryInputs(named["q"], named["k"], named["v"], named.get("pool"), named.get("key_mask"))
-        out, lse = attention_with_summaries(inputs, options, where.axis_name)
-        return (out, lse) if return_lse else out
-
-    return program(on_shards, where, dict(specs), return_lse, mapped)
+def _attend(inputs: dict[str, Any], where: ShardedAxes, options: SummaryOptions) -> tuple[jax.Array, jax.Array]:
+    arrays = SummaryInputs(inputs["q"], inputs["k"], inputs["v"], inputs.get("pool"), inputs.get("key_mask"))
+    return attention_with_summaries(arrays, options, where.axis_name)
