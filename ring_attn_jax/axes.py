@@ -32,12 +32,16 @@ WHOLE = "use sharded_ring_attention(..., mesh=mesh), which builds the shard_map 
 
 def ring_size(axis_name: Any, call: str = "ring_attention", instead: str = WHOLE) -> int:
     """Return the number of ranks of the mesh axis; ``call`` and ``instead`` complete the error's advice outside a shard_map."""
+    return axis_size(axis_name, f"call {call} inside jax.shard_map over a mesh with an axis of that name, or {instead}")
+
+
+def axis_size(axis_name: Any, outside: str) -> int:
+    """Return the number of ranks of the mesh axis; ``outside``: the advice if no shard_map surrounds the call."""
     check_axis_name(axis_name)
     try:
         return lax.axis_size(axis_name)
     except NameError as error:
-        inside = f"call {call} inside jax.shard_map over a mesh with an axis of that name, or {instead}"
-        raise ValueError(unknown_axis(axis_name, inside)) from error
+        raise ValueError(unknown_axis(axis_name, outside)) from error
 
 
 def unknown_axis(axis_name: Any, outside: str) -> str:

@@ -12,7 +12,7 @@ from ring_attn_core.layouts import gathered_length, token_position
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.checks import check_along
 
-from ..axes import check_axis_name, unknown_axis
+from ..axes import axis_size
 from ..call.traced import TracedLayout
 from .layout import from_layout, positions
 
@@ -89,11 +89,5 @@ def _rows(position: Any, batch: int) -> jax.Array:
 
 def _ranks(call: str, x: Any, axis_name: Any) -> int:
     check_along(x, hasattr(x, "shape") and hasattr(x, "dtype"), "an array", 0)
-    check_axis_name(axis_name)
-    try:
-        return lax.axis_size(axis_name)
-    except NameError as error:
-        inside = (
-            f"call {call} inside jax.shard_map over a mesh with that axis; whole arrays in layout order go back by from_layout"
-        )
-        raise ValueError(unknown_axis(axis_name, inside)) from error
+    inside = f"call {call} inside jax.shard_map over a mesh with that axis; whole arrays in layout order go back by from_layout"
+    return axis_size(axis_name, inside)

@@ -13,7 +13,7 @@ from ring_attn_core.problem.checks import check_own_pair
 
 from ..attend.slots import merged
 from ..attend.tiles import accumulation_dtype
-from ..axes import axes_of, check_axis_name, unknown_axis
+from ..axes import axes_of, axis_size
 
 
 def merge_ring(pair: tuple[jax.Array, jax.Array], *, axis_name: str = "seq") -> tuple[jax.Array, jax.Array]:
@@ -63,9 +63,5 @@ def refuse_gradients(call: str) -> None:
 
 def ranks_of(call: str, axis_name: Any) -> int:
     """Return the number of ranks of the mesh axis. Outside a shard_map over it, raise ValueError that names function ``call``."""
-    check_axis_name(axis_name)
-    try:
-        return lax.axis_size(axis_name)
-    except NameError as error:
-        inside = f"call {call} inside jax.shard_map over a mesh with that axis, of one device where there is but one"
-        raise ValueError(unknown_axis(axis_name, inside)) from error
+    inside = f"call {call} inside jax.shard_map over a mesh with that axis, of one device where there is but one"
+    return axis_size(axis_name, inside)

@@ -60,11 +60,3 @@ def check_global(ids: Any, mask: Any) -> None:
     if mask is not None and (str(getattr(mask, "dtype", "")) != "bool" or mask.shape != shape):
         got = f"{mask.dtype} {list(mask.shape)}" if hasattr(mask, "dtype") else type(mask).__name__
         raise ValueError(f"mask must be bool {list(shape)}, True for tokens and False for padding, got {got}")
-
-
-def check_alone(auto_shard: bool, mask: Any, **of_shards: jax.Array | int | None) -> None:
-    if not auto_shard and mask is not None:
-        raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
-    for name, x in of_shards.items():
-        if auto_shard and x is not None:
-            raise ValueError(f"{name} belongs to shards, and with auto_shard=True the model shards by itself: pass ids and mask")

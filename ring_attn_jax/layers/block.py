@@ -10,9 +10,7 @@ from flax import nnx
 
 from ring_attn_core.model.config import AttentionConfig, TransformerConfig
 from ring_attn_core.model.mixers import Mamba2Config, check_mixers_order
-from ring_attn_core.plan.balanced_layout import BalancedLayout
 
-from ..call.traced import TracedLayout
 from ..sharded import ShardedAxes
 from .activations import Caller
 from .attention import RingAttention
@@ -80,25 +78,16 @@ class Block(nnx.Module):
         positions: jax.Array | None = None,
         length: int | None = None,
         *,
-        extents: jax.Array | None = None,
-        key_extents: jax.Array | None = None,
-        key_mask: jax.Array | None = None,
-        longest_path: int | None = None,
-        layout: BalancedLayout | TracedLayout | None = None,
-        dropout_seed: int | jax.Array | None = None,
-        dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
         call: Caller | None = None,
+        **masks: Any,
     ) -> jax.Array:
-        """Apply the block to x [b s dim] -> [b s dim]; ``call``, from :func:`caller`, runs it under a jax.checkpoint policy."""
-        masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
-        masks |= {"longest_path": longest_path, "layout": layout}
-        dropout: dict[str, Any] = {"dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
+        """Return the output for x [b s dim]. ``call``: a jax.checkpoint policy. ``masks``: keywords of RingAttention's call."""
         if call is not None:
-            return call(lambda block, x: block(x, positions, length, **masks, **dropout), self, x)
+            return call(lambda block, x: block(x, positions, length, **masks), self, x)
         mixer = self.attention
         if isinstance(mixer, GatedDeltaNet | Mamba2):
-            return self.through(x, lambda x: mixer(x, length, extents=extents, layout=layout))
-        return self.through(x, lambda x: mixer(x, positions, length, **masks, **dropout))
+            return self.through(x, lambda x: mixer(x, length, extents=masks.get("extents"), layout=masks.get("layout")))
+        return self.through(x, lambda x: mixer(x, positions, length, **masks))
 
     def through(self, x: jax.Array, attend: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Return the block's output for x [b s dim]. ``attend``: a function of the normed x that replaces the attention layer."""

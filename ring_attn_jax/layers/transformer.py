@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ring_attn_core.constructor import extract, takes
-from ring_attn_core.model.checks import check_activations, check_flags
+from ring_attn_core.model.checks import check_activations, check_auto_shard, check_flags
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.generation import OnToken, Progress
 from ring_attn_core.model.masks import layer_offset
@@ -23,7 +23,7 @@ from ..axes import ring_size, sharded_like
 from ..call.traced import TracedLayout
 from ..inference.generate import generated
 from .activations import caller
-from .auto_shard import ShardedRows, check_alone
+from .auto_shard import ShardedRows
 from .block import Block, mixer_of
 from .layout_check import check_layout
 from .parts import LinearMap, RMSNorm, dtype_name, look_up, product, resharded
@@ -157,7 +157,7 @@ class RingTransformer(nnx.Module):
         refused = {"key_extents": key_extents, "key_mask": key_mask, "longest_path": longest_path, "mask": mask}
         ranks = ring_size(self.ring.axis_name) if self.ring.mesh is None else self.ring.mesh.shape[self.ring.axis_name]
         check_mixers_call(self.config.mixers, layout or self.ring.layout, ranks, **refused)
-        check_alone(self.auto_shard, mask, positions=positions, length=length, **masks)
+        check_auto_shard(self.auto_shard, mask, positions=positions, length=length, **masks)
         rows = ShardedRows.of(ids, mask, self.ring) if self.auto_shard else None
         if rows is not None:
             ids, masks["key_mask"], length = rows.shard(ids), rows.shard_mask(mask), rows.length

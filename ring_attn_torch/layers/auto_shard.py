@@ -111,14 +111,6 @@ def check_global(ids: Any, mask: Any) -> None:
         raise ValueError(f"mask must be bool {list(ids.shape)}, True for tokens and False for padding, got {got}")
 
 
-def check_alone(auto_shard: bool, mask: Any, **of_shards: Tensor | int | None) -> None:
-    if not auto_shard and mask is not None:
-        raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
-    for name, x in of_shards.items():
-        if auto_shard and x is not None:
-            raise ValueError(f"{name} belongs to shards, and with auto_shard=True the model shards by itself: pass ids and mask")
-
-
 def _content(ids: Tensor, mask: Tensor | None) -> str:
     arrays = [ids.long(), *([] if mask is None else [mask])]
     return blake2b(b"".join(x.cpu().numpy().tobytes() for x in arrays), digest_size=16).hexdigest()

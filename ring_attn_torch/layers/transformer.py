@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ring_attn_core.constructor import extract, takes
-from ring_attn_core.model.checks import check_activations, check_flags
+from ring_attn_core.model.checks import check_activations, check_auto_shard, check_flags
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.generation import OnToken, Progress
 from ring_attn_core.model.masks import layer_offset
@@ -23,7 +23,7 @@ from ..inference.generate import generated
 from ..ring.agreement import same_error
 from ..ring.groups import local, ring_of
 from .activations import caller
-from .auto_shard import ShardedRows, check_alone
+from .auto_shard import ShardedRows
 from .block import Block, mixer_of
 from .layout_check import agree_on_places, agree_on_tree
 from .parts import LinearMap, RMSNorm, dtype_name
@@ -151,7 +151,7 @@ class RingTransformer(nn.Module):
         with same_error(ring_of(self.ring.group)):
             refused = {"key_extents": key_extents, "key_mask": key_mask, "longest_path": longest_path, "mask": mask}
             check_mixers_call(self.config.mixers, layout or self.ring.layout, self.ring.ranks, **refused)
-        check_alone(self.auto_shard, mask, positions=positions, length=length, **masks)
+        check_auto_shard(self.auto_shard, mask, positions=positions, length=length, **masks)
         rows = ShardedRows.of(ids, mask, self.ring) if self.auto_shard else None
         if rows is not None:
             ids, masks["key_mask"], length = rows.shard(ids), rows.shard_mask(mask, ids), rows.length

@@ -33,10 +33,11 @@ class TwoWay(OneWay):
             return
         ways = [Way(keys, shifts, ring) for shifts in ring.plan.ways if shifts]
         step = own = TwoWayStep(keys, None, ring, 0, 0)
-        for way in in_turn(ways):
-            step.following = way.step
-            yield step
-            step = way.next_step()
+        for way in chain.from_iterable(zip_longest(*([way] * way.visits for way in ways))):
+            if way is not None:  # else only the other direction has steps left
+                step.following = way.step
+                yield step
+                step = way.next_step()
         step.last, step.parts = True, [own, *(way.step for way in ways)]
         yield step
 
@@ -78,9 +79,3 @@ class TwoWayStep(RingStep):
         """Return the gradients of this rank's own keys: its contribution, plus the sums of the first and second direction."""
         own, *others = (RingStep.home(part) for part in self.parts)
         return reduce(jnp.add, others, own)  # type: ignore[arg-type]
-
-
-def in_turn(ways: list[Way]) -> Iterator[Way]:
-    """Yield the directions alternately, one for each step. Once one of them has no steps left, yield only the other."""
-    turns = chain.from_iterable(zip_longest(*([way] * way.visits for way in ways)))
-    return (way for way in turns if way is not None)
