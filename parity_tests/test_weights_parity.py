@@ -23,12 +23,15 @@ from flax import nnx  # noqa: E402
 
 import ring_attn_jax  # noqa: E402
 import ring_attn_torch  # noqa: E402
-from ring_attn_core.model import weight_files, weight_saving  # noqa: E402
+from ring_attn_core.model import (  # noqa: E402
+    replica_check,
+    weight_files,
+    weight_saving,
+)
 from ring_attn_core.model.config import TransformerConfig  # noqa: E402
 from ring_attn_core.model.rotary import Llama3, Rotary  # noqa: E402
 from ring_attn_core.model.weight_names import llama_name  # noqa: E402
 from ring_attn_jax import to_numpy  # noqa: E402
-from ring_attn_torch.training import saved_weights  # noqa: E402
 
 from .jax.ring import mesh_of  # noqa: E402
 from .support.selection import first, one_of_each  # noqa: E402
@@ -197,7 +200,7 @@ def test_what_one_rank_cannot_load_no_rank_loads(gloo, tmp_path):
 
 
 def loaded_on_rank(group: Any, folder: Path) -> None:
-    saved_weights.PAUSES = ()
+    replica_check.PAUSES = ()
     ring_attn_torch.load_weights(folder, group=group)
 
 

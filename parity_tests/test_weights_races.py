@@ -24,8 +24,8 @@ from flax import nnx  # noqa: E402
 
 import ring_attn_jax  # noqa: E402
 import ring_attn_torch  # noqa: E402
+from ring_attn_core.model import replica_check  # noqa: E402
 from ring_attn_core.model.weight_files import WeightFolder  # noqa: E402
-from ring_attn_torch.training import saved_weights  # noqa: E402
 
 PACKAGES = {"jax": ring_attn_jax, "torch": ring_attn_torch}
 KINDS_OF_FOLDER = {"own": ("save_weights", "load_weights"), "llama": ("save_llama", "load_llama")}
@@ -153,13 +153,13 @@ class TestTorchOnRings:
 
 
 def loaded_at_once(group: Any, package: str, folder: Path) -> set[float]:
-    saved_weights.PAUSES = ()
+    replica_check.PAUSES = ()
     return values(package, load(package, "own", folder, group=group))
 
 
 def loaded_late(group: Any, package: str, folder: Path) -> set[float]:
     """As on another host, whose list of names is a second old."""
-    saved_weights.PAUSES = 0.5, 1.0
+    replica_check.PAUSES = 0.5, 1.0
     until, is_dir = time.monotonic() + 1.0 * torch.distributed.get_rank(group), Path.is_dir
     Path.is_dir = lambda path, *rest, **more: time.monotonic() > until and is_dir(path, *rest, **more)  # type: ignore[method-assign]
     try:

@@ -8,12 +8,16 @@ each entry to the replicas that one process holds.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..runs import Band, Run
 from ..validation import in_words
+
+T = TypeVar("T")
 
 MOST_ENTRIES, MOST_CONTENTS, MOST_OWNERS = 8, 4, 8
 """The most named values, contents of a value, and owners of a content that a message lists. The message counts the others."""
@@ -48,6 +52,35 @@ def tables_from_json(tables: Iterable[Any]) -> list[Table]:
 class RankDifference(ValueError):
     """An error on only some ranks, or a difference between ranks.
     A retry may help: a file system may show a saved file to some hosts later than to others."""
+
+
+PAUSES = 0.5, 1.5, 3.0, 5.0
+"""Pauses in seconds between retries while ranks or processes find different weights."""
+
+
+def load_alike(
+    opened: Callable[[], Any], together: Callable[[], Any], describe: Callable[[Any], tuple[Any, Any]], fill: Callable[..., T]
+) -> T:
+    """Open a folder of weights, and return ``fill(described, folder)``, if all ranks or processes read the same save.
+    ``describe(folder)``: returns (described, config). ``together()``: a context whose error is raised on all, and whose texts
+    must be equal. A new save may not be visible to all yet: if they differ, all retry for 10 seconds."""
+    for pause in (*PAUSES, None):
+        with ExitStack() as kept:
+            try:
+                with together() as alike:
+                    held = kept.enter_context(opened())
+                    described, config = describe(held)
+                    alike.append(held.digest(config))
+            except RankDifference as error:
+                if pause is None:
+                    raise ValueError(str(error)) from error
+                time.sleep(pause)
+                continue
+            with together():
+                model = fill(described, held)
+                held.check_unwritten()
+            return model
+    raise AssertionError("the last of the pauses is None")
 
 
 def check_alike(what: str, unit: str, found: Sequence[str]) -> None:

@@ -6,9 +6,7 @@ process reads all weights from the files, one at a time.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from ring_attn_core.model.config import TransformerConfig
-from ring_attn_core.model.replica_check import RankDifference
+from ring_attn_core.model.replica_check import load_alike
 from ring_attn_core.model.weight_files import CONFIG, OWN, Naming, WeightFolder, opened_folder, sources
 from ring_attn_core.model.weight_names import check_state
 from ring_attn_core.model.weight_saving import check_savable, replacing, write
@@ -31,9 +29,6 @@ from .weights import _parameters, _turned
 
 LOADING = "loading weights"
 """The name of the call in error messages, both for ``load_weights`` and for ``load_llama``."""
-
-PAUSES = 0.5, 1.5, 3.0, 5.0
-"""Pauses in seconds between retries while processes find different weights."""
 
 
 def save_weights(model: RingTransformer, folder: str | Path) -> None:
@@ -70,34 +65,14 @@ def load_weights(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = 
 
 def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], ring: dict[str, Any]) -> RingTransformer:
     """Load a RingTransformer from a folder that ``save_weights``, ``save_llama`` or Hugging Face wrote.
+    ``dtypes``: (of the weights, of the computation), None for the config's. Processes of a mesh over all of them retry."""
 
-    ``dtypes``: (of the weights, of the computation), None for the config's. If processes of a mesh over all of them find
-    different weights, a save may not be visible to all yet: they retry for 10 seconds.
-    """
-    for pause in (*PAUSES, None):
-        with ExitStack() as kept:
-            try:
-                with together(LOADING, ring.get("mesh")) as alike:
-                    held = kept.enter_context(opened_folder(folder))
-                    config = naming.config(held)
-                    empty = described(held, with_dtypes(config, *dtypes), naming, ring)
-                    alike.append(held.digest(config))
-            except RankDifference as error:
-                if pause is None:
-                    raise ValueError(str(error)) from error
-                time.sleep(pause)
-                continue
-            with together(LOADING, ring.get("mesh")):
-                model = filled(empty, held)
-                held.check_unwritten()
-            return model
-    raise AssertionError("the last of the pauses is None")
+    def describe(held: WeightFolder) -> tuple[Empty, TransformerConfig]:
+        config, named = naming.config(held), zip(("param_dtype", "compute_dtype"), dtypes, strict=True)
+        own = replace(config, **{name: dtype_name(x) for name, x in named if x is not None})
+        return described(held, own, naming, ring), config
 
-
-def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> TransformerConfig:
-    """Return the config with dtype ``kept`` for the weights and ``computed`` for the computation. None keeps the config's."""
-    dtypes = {"param_dtype": kept, "compute_dtype": computed}
-    return replace(config, **{name: dtype_name(x) for name, x in dtypes.items() if x is not None})
+    return load_alike(lambda: opened_folder(folder), lambda: together(LOADING, ring.get("mesh")), describe, filled)
 
 
 class Empty(NamedTuple):

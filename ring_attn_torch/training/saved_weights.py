@@ -7,9 +7,7 @@ blocks of the files, to detect that they read different saves.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.model.config import TransformerConfig
-from ring_attn_core.model.replica_check import RankDifference
+from ring_attn_core.model.replica_check import load_alike
 from ring_attn_core.model.weight_files import CONFIG, OWN, Naming, WeightFolder, opened_folder, sources
 from ring_attn_core.model.weight_names import check_state
 from ring_attn_core.model.weight_saving import check_savable, replacing, write
@@ -33,9 +31,6 @@ from .weights import named_parameters
 
 LOADING, SAVING = "loading weights", "saving weights"
 """The names of the calls in which ranks exchange errors, for folders of ``save_weights`` and of Hugging Face alike."""
-
-PAUSES = 0.5, 1.5, 3.0, 5.0
-"""Pauses in seconds between retries while ranks find different weights."""
 
 
 def save_weights(model: nn.Module, folder: str | Path, *, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
@@ -75,34 +70,24 @@ def load_weights(
 
 def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], ring: dict[str, Any]) -> RingTransformer:
     """Load a RingTransformer from a folder that ``save_weights``, ``save_llama`` or Hugging Face wrote. ``dtypes``: of (weights,
-    computation), None: the config's. A new save may not be visible to all ranks yet: if they differ, all retry for 10 seconds."""
+    computation), None: the config's."""
     group = ring_of(ring.get("group"))
-    for pause in (*PAUSES, None):
-        with ExitStack() as kept:
-            try:
-                with together(LOADING, group) as alike:
-                    held = kept.enter_context(opened_folder(folder, "pt", str(torch.get_default_device())))
-                    config, named = naming.config(held), zip(("param_dtype", "compute_dtype"), dtypes, strict=True)
-                    own = replace(config, **{name: dtype_name(x) for name, x in named if x is not None})
-                    with torch.device("meta"):
-                        model = RingTransformer.from_config(own, **ring)
-                    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-                    files = sources(held, shapes, naming.renamed, naming.ignored(own))
-                    alike.append(held.digest(config))
-            except RankDifference as error:
-                if pause is None:
-                    raise ValueError(str(error)) from error
-                time.sleep(pause)
-                continue
-            with together(LOADING, group):
-                _fill(model, files, held)
-                held.check_unwritten()
-            return model
-    raise AssertionError("the last of the pauses is None")
+
+    def describe(held: WeightFolder) -> tuple[Any, TransformerConfig]:
+        config, named = naming.config(held), zip(("param_dtype", "compute_dtype"), dtypes, strict=True)
+        own = replace(config, **{name: dtype_name(x) for name, x in named if x is not None})
+        with torch.device("meta"):
+            model = RingTransformer.from_config(own, **ring)
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        return (model, sources(held, shapes, naming.renamed, naming.ignored(own))), config
+
+    opened = lambda: opened_folder(folder, "pt", str(torch.get_default_device()))
+    return load_alike(opened, lambda: together(LOADING, group), describe, _fill)
 
 
-def _fill(model: RingTransformer, files: dict[Path, dict[str, str]], held: WeightFolder) -> None:
-    """Load weights into a model on the meta device, one at a time. ``files``: by file, {name in the model: name in the file}."""
+def _fill(empty: tuple[RingTransformer, dict[Path, dict[str, str]]], held: WeightFolder) -> RingTransformer:
+    """Load weights into a model on the meta device, one at a time. ``empty``: it, and by file {name in it: name in the file}."""
+    model, files = empty
     kept = dict(model.named_parameters())
     state = {}
     for file, names in files.items():
@@ -110,6 +95,7 @@ def _fill(model: RingTransformer, files: dict[Path, dict[str, str]], held: Weigh
         for name, theirs in names.items():
             state[name] = weights.get_tensor(theirs).to(kept[name].dtype, copy=True)  # copied out of the mapped file
     model.load_state_dict(state, assign=True)
+    return model
 
 
 def save_folder(
