@@ -32,7 +32,7 @@ class State(NamedTuple):
 Gradients = jax.Array | tuple[jax.Array, ...]
 """The gradients of keys: dkv packed like k and v, or (dk, dv) if k and v are two arrays."""
 Arrived = Callable[[], jax.Array | None]
-"""Returns the gradients of a step's keys from other ranks' queries, or None if there are none."""
+"""Returns the gradients of a step's keys that other ranks' queries have given, or None."""
 
 
 class BackwardInputs(NamedTuple):
