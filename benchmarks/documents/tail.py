@@ -2,14 +2,14 @@
 
     python -m benchmarks.documents.tail [--cpu] [--ranks 8] [--tokens 16384] [--documents 150]
 
-One GPU, bfloat16, attention of Llama-3-8B: 32 query heads and 8 key heads of 128. A global batch of documents, 98 % log-normal
-(median 1,340 tokens, sigma 1.3) and 2 % even up to 131,072 tokens, is divided by ``plan_batches`` into rows of ranks x tokens. Both
-candidates compute the same rows: "planned" as balanced layouts with the strategy "direct", "static" as a zigzag ring that omits the
-steps in which a rank sees no key. The launches of each rank run one after the other. The slowest rank gives the time of a row, so
-ranks of the ring need not wait for each other at each step, and no transfer costs time: both flatter the static ring.
+One GPU, bfloat16, attention of Llama-3-8B: 32 query heads and 8 key heads of 128. ``plan_batches`` divides a global batch of
+documents, 98 % log-normal (median 1,340 tokens, sigma 1.3) and 2 % even up to 131,072 tokens, into rows of ranks x tokens. Both
+candidates compute the same rows: "planned" as balanced layouts by the strategy "direct", "static" as a zigzag ring that omits the
+steps in which a rank sees no key. The launches of each rank run one after the other, and the slowest rank gives the time of a
+row. So ranks of the ring need not wait for each other at each step, and no transfer costs time: both flatter the static ring.
 
-Prediction: in a zigzag ring the slowest rank has about twice the mean pairs of rows of short documents, and nearly the mean in rows
-that one long document fills; steps of a ring cost float32 state and tails of waves: 1.5 x and more over the batch.
+Prediction: in a zigzag ring the slowest rank has about twice the mean pairs of rows of short documents, and nearly the mean in
+rows that one long document fills. Steps of a ring cost float32 state and tails of waves: 1.5 x and more over the batch.
 """
 
 from __future__ import annotations

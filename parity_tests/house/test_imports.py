@@ -184,8 +184,8 @@ def test_a_package_imports_nothing_heavy_beyond_its_framework(package: str, fram
     assert len([name for name in new if not name.startswith("ring_attn_")]) < 40
 
 
-OF_TORCHRUN = "ring_attn_cli/train/torch_ranks.py"
-"""The one file that reads the environment: torchrun states the number of restarts nowhere else."""
+OF_TORCHRUN = "ring_attn_cli/train/torchrun.py"
+"""The one file that reads the environment: torchrun states what it knows nowhere else."""
 
 
 def test_the_environment_is_neither_read_nor_written():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -16,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..processes import Terminated, WorkerGroups, check_count, check_installed, hear_interrupts
-from . import data, events, folder, picture
+from . import data, events, folder, picture, torchrun
 from .config import Config
 from .loop import LOG
 
@@ -75,14 +74,8 @@ def run(config: Config, framework: str, program: Program | None = None) -> None:
 def _prints(framework: str, program: Program | None) -> bool:
     """Return True if this process prints. With coordinator "auto", every process prints, because its index is not known yet."""
     if framework == "torch":
-        return _is_first_of_torchrun()
+        return torchrun.is_first()
     return program is None or program.process in (None, 0)
-
-
-def _is_first_of_torchrun() -> bool:
-    """Return True if this process is torchrun's first on this machine, or if torchrun did not start it.
-    Read from the environment, because the parent of ranks must not wait for PyTorch's import."""
-    return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
 def _run_jax(config: Config, program: Program | None) -> None:
@@ -100,10 +93,10 @@ def _run_jax(config: Config, program: Program | None) -> None:
 
 
 def _run_torch(config: Config) -> None:
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process
+    if torchrun.has_started():
         from . import torch_worker
 
-        first = _is_first_of_torchrun()
+        first = torchrun.is_first()
         with TrainWatch(config, Console(highlight=False, quiet=not first)) as watch:
             torch_worker.work_under_torchrun(config, watch)
         if first:

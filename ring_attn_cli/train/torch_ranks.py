@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,6 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from ..processes import Report
+from . import torchrun
 
 CPU = torch.device("cpu")
 
@@ -41,19 +41,14 @@ def member(device: torch.device, rank: int, ranks: int, store: str, patience: fl
 
 def join_launched(device: torch.device) -> None:
     """Join the default process group of the processes that torchrun started.
-    The restart count prefixes the store's keys: torchrun keeps one store for all restarts, with addresses of dead processes.
-    Hosts count restarts separately, so they must not share a store that outlives restarts."""
+    The restart's number prefixes the keys of a store that outlives restarts, because it holds addresses of dead processes."""
     timeout = timedelta(minutes=30)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+    restart = torchrun.restart_number()
+    if restart is None:
         dist.init_process_group(backend_of(device), timeout=timeout)
         return
-    if os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]:
-        raise ValueError(
-            "torchrun --max-restarts on several hosts needs a new store at each restart, and its agents keep the old one: set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on every host"
-        )
     store, rank, ranks = next(rendezvous("env://", timeout=timeout))
-    store = PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    store = PrefixStore(f"restart {restart}", store)
     dist.init_process_group(backend_of(device), timeout=timeout, store=store, rank=rank, world_size=ranks)
 
 
