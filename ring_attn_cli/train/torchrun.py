@@ -1,4 +1,4 @@
-"""What torchrun tells a process, in the environment alone. Nothing here imports PyTorch, for which a parent must not wait."""
+"""The environment that torchrun gives its processes, read here alone. Without PyTorch, for which a parent must not wait."""
 
 from __future__ import annotations
 
