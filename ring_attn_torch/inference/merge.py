@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn_core.problem.checks import check_own_pair
 
 from ..attend.slots import merged
+from ..ring import collectives
 from ..ring.agreement import AgreedCall, agree_on
 from ..ring.groups import Group, ranks_of, ring_of
 
@@ -50,7 +51,7 @@ def gather_pairs(pair: Tensor, ring: Group) -> Tensor:
         return pair[None]
     pair = pair.contiguous()
     pairs = pair.new_empty(ranks_of(ring), *pair.shape)
-    dist.all_gather_into_tensor(pairs.view(-1), pair.view(-1), group=ring)
+    collectives.all_gather_single(pairs.view(-1), pair.view(-1), group=ring)
     return pairs
 
 
