@@ -128,8 +128,8 @@ def mamba_chunk_scan_combined(
     serves only that, and other arguments.
     """
     arrays = lambda: (_like(x, z), step_sizes(dt, dt_bias, dt_softplus).clamp(*dt_limit))
-    held, where = _on_ring("mamba_chunk_scan_combined", arrays, (group, layout, length), {"ids": seq_idx}, others)
-    return _gated(state_space(*held, A, B, C, D=D, **where), z)
+    (x, dt), where = _on_ring("mamba_chunk_scan_combined", arrays, (group, layout, length), {"ids": seq_idx}, others)
+    return _gated(state_space(x, dt, A, B, C, D=D, **where), z)
 
 
 def selective_scan_fn(
