@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from .recurrences import relative
 
-IDS = np.random.default_rng(5).integers(0, 31, (2, 32))
+IDS = np.random.default_rng(5).integers(0, 31, (2, 64))
 CHUNK, NEW = 13, 3
-CALLS: list[tuple[str, Any]] = [
+Calls = Sequence[tuple[str, Any]]
+CALLS: Calls = [
     ("prompts", [13, 5]),  # the first chunk, padded
     ("prompts", [2, 9]),  # shorter than a convolution
     ("prompts", [0, 3]),  # a row of padding only
@@ -22,11 +24,11 @@ CALLS: list[tuple[str, Any]] = [
 """The steps of a cache: chunks of at most CHUNK tokens by their lengths, at most NEW tokens by whether they are real."""
 
 
-def errors(prompts: Any, tokens: Any, expected: np.ndarray) -> list[float]:
+def errors(prompts: Any, tokens: Any, expected: np.ndarray, calls: Calls = CALLS) -> list[float]:
     """Return the relative errors of the logits of each call. ``prompts(ids, lengths)`` and ``tokens(ids, valid)`` append to a
-    cache and return logits [2, vocab] and [2, tokens, vocab]; ``expected``: the model's logits [2, 32, vocab]."""
+    cache and return logits [2, vocab] and [2, tokens, vocab]; ``expected``: the model's logits [2, 64, vocab]."""
     ends, found = [0, 0], []
-    for kind, what in CALLS:
+    for kind, what in calls:
         if kind == "prompts":
             ids = np.zeros((2, max(what)), np.int64)
             for row, n in enumerate(what):
