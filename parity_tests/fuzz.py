@@ -1,7 +1,7 @@
 """Random problems from the whole space of cases, against float64; a failing one is shrunk to the smallest that still fails.
 
     python -m parity_tests.fuzz [jax|torch] [--problems 2000] [--seed 0] [--trees] [--balanced] [--recurrences]
-                                   [--strategy ring gather ...] [--order]
+                                   [--hybrids] [--strategy ring gather ...] [--order]
 
 The same seed gives the same problems, those of the tests where the number is theirs too. With --trees each has a prefix
 tree. With --balanced each has a balanced layout, most under the strategies "auto" and "direct". With --strategy each named
@@ -16,7 +16,8 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from functools import partial
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF
 from .support.balanced import in_balanced_layout
 from .support.cases import DTYPES, Case, check, computed_bound
 from .support.features import EXTENTS, KEY_EXTENTS, KEY_MASKS
+from .support.hybrid_steps import CHUNK, NEW
 from .support.orders import check_same_bits
 from .support.strategies import STRATEGIES, fitted
 
@@ -166,7 +168,6 @@ def on_torch(examples: int, number: int, drawn: st.SearchStrategy[Case]) -> None
 
 
 def on_jax(examples: int, number: int, drawn: st.SearchStrategy[Case]) -> None:
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     from .jax.ring import run_once
 
     fuzz(run_once, examples, number, drawn)
@@ -182,6 +183,31 @@ def recurrences(draw: Callable[[st.SearchStrategy[Any]], Any], rule: str) -> tup
     return draw(st.integers(1, 8)), rule, layout, draw(st.booleans()) or layout == "balanced", rows
 
 
+@st.composite
+def hybrids(draw: Callable[[st.SearchStrategy[Any]], Any]) -> tuple[Any, ...]:
+    """Return a drawn ring, the mixers of a model, and the chunks and new tokens that its cache gets."""
+    recurrent = draw(st.lists(st.sampled_from(("gated_delta_net", "mamba2")), min_size=1, max_size=3))
+    place = draw(st.integers(0, len(recurrent)))
+    lengths = st.tuples(*[st.integers(0, CHUNK)] * 2).filter(any)
+    real = st.integers(1, NEW).flatmap(lambda n: st.tuples(*[st.lists(st.booleans(), min_size=n, max_size=n)] * 2))
+    call = st.tuples(st.just("prompts"), lengths) | st.tuples(st.just("tokens"), real)
+    calls = draw(st.lists(call, min_size=1, max_size=4))
+    mixers = *recurrent[:place], "attention", *recurrent[place:]
+    return draw(st.integers(1, 8)), draw(st.sampled_from(("zigzag", "contiguous"))), mixers, calls
+
+
+def fuzz_errors(errors: Callable[..., list[float]], examples: int, number: int, drawn: st.SearchStrategy[Any]) -> None:
+    """Check that the errors of that many random calls are those of rounding in float64."""
+
+    @seed(number)
+    @settings(max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=SLOW_IS_FINE)
+    @given(drawn)
+    def is_exact(each: tuple[Any, ...]) -> None:
+        assert max(errors(*each), default=0) < 1e-12, each
+
+    is_exact()
+
+
 def fuzz_recurrences(framework: str, examples: int, number: int) -> None:
     """Compare that many random calls of each rule, their results and gradients, with the rule token by token in float64."""
     from .claims.test_recurrences import errors
@@ -190,19 +216,31 @@ def fuzz_recurrences(framework: str, examples: int, number: int) -> None:
     from .support.spawn import Ranks
     from .torch.framework import Torch
 
-    pool = Ranks() if framework == "torch" else None
+    pool = Ranks()
+    package = Jax() if framework == "jax" else Torch(lambda: pool)
     for rule in SEQUENTIAL:
+        fuzz_errors(partial(errors, package), examples, number, recurrences(rule))
+    pool.close()
 
-        @seed(number)
-        @settings(max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=SLOW_IS_FINE)
-        @given(recurrences(rule))
-        def is_exact(drawn: tuple[Any, ...]) -> None:
-            package = Jax() if pool is None else Torch(lambda: pool)
-            assert max(errors(package, *drawn)) < 1e-12, drawn
 
-        is_exact()
-    if pool is not None:
-        pool.close()
+def fuzz_hybrids(framework: str, examples: int, number: int) -> None:
+    """Compare the logits of that many random models and caches with those of the model on all tokens so far, in float64."""
+    import jax
+
+    from . import test_hybrid_generation as hybrid
+    from .support.spawn import Ranks
+
+    pool = Ranks()
+
+    def in_torch(ranks: int, layout: str, mixers: tuple[str, ...], calls: Any) -> list[float]:
+        return [*chain(*pool(ranks, hybrid.errors_in_torch, layout, mixers, hybrid.expected(mixers), calls))]
+
+    def in_jax(ranks: int, layout: str, mixers: tuple[str, ...], calls: Any) -> list[float]:
+        with jax.enable_x64(True):
+            return hybrid.on_jax(ranks, layout, mixers, hybrid.expected(mixers), calls)[2]
+
+    fuzz_errors(in_jax if framework == "jax" else in_torch, examples, number, hybrids())
+    pool.close()
 
 
 def main() -> None:
@@ -216,9 +254,11 @@ def main() -> None:
     parser.add_argument("--strategy", nargs="+", default=[""], choices=["ring", *STRATEGIES, "push"], help="of all problems")
     parser.add_argument("--order", action="store_true", help='under order="global", on one rank too')
     parser.add_argument("--recurrences", action="store_true", help="of gated_delta_rule, state_space and causal_conv instead")
+    parser.add_argument("--hybrids", action="store_true", help="of hybrid models that generate instead")
     arguments = parser.parse_args()
     if "jax" in arguments.framework and "push" in arguments.strategy:
         parser.error('"push" exists in PyTorch only: pass the framework torch')
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     for name, strategy in product(arguments.framework, arguments.strategy):
         drawn = balanced_problems(arguments.trees, strategy) if arguments.balanced else problems(arguments.trees)
         drawn = drawn if arguments.balanced or not strategy else under(strategy, drawn)
@@ -226,6 +266,9 @@ def main() -> None:
         began = time.perf_counter()
         if arguments.recurrences:
             fuzz_recurrences(name, arguments.problems, arguments.seed)
+            continue
+        if arguments.hybrids:
+            fuzz_hybrids(name, arguments.problems, arguments.seed)
             continue
         frameworks[name](arguments.problems, arguments.seed, drawn)
         called, seconds = f"{name} {strategy}".strip(), time.perf_counter() - began

@@ -98,14 +98,16 @@ def test_a_message_does_not_grow_with_the_length(gloo):
 def sent_bytes(group: Any) -> list[int]:
     from unittest.mock import patch
 
+    from ring_attn_torch.ring import collectives
+
     sent: list[int] = []
-    gather = torch.distributed.all_gather_into_tensor
+    gather = collectives.all_gather_single
 
     def count(out: Any, x: Any, *arguments: Any, **keywords: Any) -> Any:
         sent[-1] += x.nbytes
         return gather(out, x, *arguments, **keywords)
 
-    with patch("torch.distributed.all_gather_into_tensor", count):
+    with patch.object(collectives, "all_gather_single", count):
         for tokens in (16, 256):
             sent.append(0)
             x = torch.ones(1, tokens, 2, 3, requires_grad=True)

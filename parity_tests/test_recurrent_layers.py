@@ -251,14 +251,12 @@ def called_with(group: Any, options: dict[str, Any], call: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda model, folder: model.generate([[1, 2]], 3), "a cache of keys and values, which has no states, and layer 0"),
-        (lambda model, folder: ring_attn_torch.KVCache.make(model.config, 1, 8), "a KVCache has no states"),
         (lambda model, folder: ring_attn_torch.tensor_plan(model), "tensor_plan splits the heads of attention, and layer 0"),
         (lambda model, folder: ring_attn_torch.save_llama(model, folder), "Qwen3 computes mixers"),
         (lambda model, folder: LoRA().check(model.config), "adapters of attention's projections are in every layer"),
         (lambda model, folder: peak_memory(model.config, Training(gpus=1, tokens=8)), "memory is computed of attention layers"),
     ],
-    ids=["generate", "KVCache", "tensor_plan", "save_llama", "LoRA", "peak_memory"],
+    ids=["tensor_plan", "save_llama", "LoRA", "peak_memory"],
 )
 def test_what_a_hybrid_model_lacks_is_refused_by_name(tmp_path, call, words):
     with pytest.raises(ValueError, match=words):

@@ -18,7 +18,7 @@ from ring_attn_core.problem.options import Options
 from ring_attn_torch.attend.state import BackwardInputs, Gradients, State
 from ring_attn_torch.call.decide import compile_call
 from ring_attn_torch.call.prepare import Arrays, problem_of
-from ring_attn_torch.ring import loop, peers
+from ring_attn_torch.ring import collectives, loop, peers
 
 from ..support.process import answer, run_fresh
 from .timing import microseconds
@@ -87,7 +87,7 @@ def silent_transport() -> Iterator[None]:
         patch.dict(peers.MAKERS, {"cpu": Unshared}),
         patch.object(peers, "exchange", lambda *_: []),
         patch.object(dist, "batch_isend_irecv", lambda operations: works),
-        patch.object(dist, "all_gather_into_tensor", lambda *_, **__: works[0]),
+        patch.object(collectives, "all_gather_single", lambda *_, **__: works[0]),
         patch.object(dist, "all_to_all_single", lambda *_, **__: works[0]),
     ):
         yield

@@ -68,8 +68,9 @@ def test_a_ring_is_one_device(framework, rule, layout, documents, ranks):
 
 @in_each("rule", jax=first(SEQUENTIAL, 0), torch=SEQUENTIAL)
 def test_a_rank_without_tokens_takes_part_in_the_backward(framework, rule):
-    """5 tokens over 4 ranks, the last without any."""
+    """5 tokens over 4 ranks, the last without any; and 1 token, whose state no other run needs."""
     assert max(errors(framework, 4, rule, "contiguous", False, [[5], [5]])) < 1e-13
+    assert max(errors(framework, 2, rule, "zigzag", False, [[1]])) < 1e-13
 
 
 @in_each("rule", jax=first(SEQUENTIAL, 0), torch=SEQUENTIAL)

@@ -13,13 +13,15 @@ from ring_attn_torch.inference import decode_loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES: dict[str, Any] = {"vocab": 300, "dim": 128, "depth": 2, "heads": 4, "kv_heads": 2, "head_dim": 64, "windows": (33, None)}
+HYBRID: dict[str, Any] = {"depth": 3, "windows": (None, None, 33), "mixers": ("mamba2", "gated_delta_net", "attention")}
+MODELS = pytest.mark.parametrize("options", [{}, HYBRID], ids=["attention", "hybrid"])
 PROMPTS = [[int(x) for x in np.random.default_rng(i).integers(0, 300, n)] for i, n in enumerate((5, 301, 64))]
 ASKED: list[dict[str, Any]] = [{}, {"chunk": 100}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "seed": 3}]
 
 
-def made() -> RingTransformer:
+def made(**options: Any) -> RingTransformer:
     torch.manual_seed(0)
-    model = RingTransformer(**SIZES, sinks=True, softcap=20.0, param_dtype="float32", compute_dtype="bfloat16")
+    model = RingTransformer(**SIZES | options, sinks=True, softcap=20.0, param_dtype="float32", compute_dtype="bfloat16")
     return model.cuda()
 
 
@@ -31,9 +33,10 @@ class Eager(decode_loop.DecodeLoop):
         self._steps += 1
 
 
+@MODELS
 @pytest.mark.parametrize("asked", ASKED, ids=str)
-def test_a_replayed_step_draws_what_eager_steps_draw(asked, monkeypatch):
-    model = made()
+def test_a_replayed_step_draws_what_eager_steps_draw(asked, options, monkeypatch):
+    model = made(**options)
     captured = model.generate(PROMPTS, 40, **asked)
     stop = [captured[0][6], captured[1][9]]
     ended = model.generate(PROMPTS, 40, **asked, stop=stop)
@@ -69,9 +72,10 @@ def test_a_replayed_step_leaves_out_who_has_all_its_tokens(asked, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_a_step_keeps_the_host_from_nothing_but_its_tokens():
+@MODELS
+def test_a_step_keeps_the_host_from_nothing_but_its_tokens(options):
     """Between two tokens the host asks the device for nothing: an unexpected synchronization raises here."""
-    model, came = made(), []
+    model, came = made(**options), []
 
     def on_token(request: int, token: int) -> None:
         came.append(token)
@@ -93,8 +97,9 @@ def test_a_model_on_another_gpu_draws_the_same(current):
         assert made().to("cuda:1").generate(PROMPTS, 24) == expected
 
 
+@MODELS
 @pytest.mark.parametrize("ranks", sorted({1, max(torch.cuda.device_count(), 1)}))
-def test_jax_generates_the_same_text_in_float32(ranks):
+def test_jax_generates_the_same_text_in_float32(ranks, options):
     jax = pytest.importorskip("jax")
     if jax.default_backend() != "gpu":
         pytest.skip("JAX has no GPU")
@@ -104,9 +109,9 @@ def test_jax_generates_the_same_text_in_float32(ranks):
     from ring_attn_jax import from_numpy
 
     torch.manual_seed(0)
-    model = RingTransformer(**SIZES).cuda()
+    model = RingTransformer(**SIZES | options).cuda()
     mesh = jax.make_mesh((ranks,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
-    other = from_numpy(InJax(**SIZES, mesh=mesh, rngs=nnx.Rngs(0)), to_numpy(model))
+    other = from_numpy(InJax(**SIZES | options, mesh=mesh, rngs=nnx.Rngs(0)), to_numpy(model))
     with jax.default_matmul_precision("highest"):
         expected = model.generate(PROMPTS, 24)
         assert other.generate(PROMPTS, 24) == expected

@@ -38,6 +38,7 @@ ONLY_IN_TORCH = {
     "ring/agreement.py": "JAX is one program, checked when it is traced",
     "check_every_call": "in JAX all ranks run one program, so none can make another call",
     "ring/groups.py": "process groups and device meshes",
+    "ring/collectives.py": "the names of collectives in different releases of torch",
     "ring/derivatives.py": "a second derivative raises by itself where JAX has a custom_vjp",
     "ring/peers.py": "memory that GPUs share, which JAX leaves to XLA",
     "ring/peer_access.py": "the GPUs whose memory each rank can copy, and how ranks map it",

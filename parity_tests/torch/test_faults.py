@@ -27,7 +27,7 @@ from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.plan.step_names import place_name
 from ring_attn_torch import TwoLevel, Ulysses, full, ring_attention
 from ring_attn_torch.attend.blockwise import Blockwise
-from ring_attn_torch.ring import loop, transfer
+from ring_attn_torch.ring import collectives, loop, transfer
 from ring_attn_torch.ring.step import Ring
 
 from ..support import warm
@@ -84,7 +84,7 @@ def dies(rank: int, call: Callable[[], None], say: Callable[..., None], draw: fl
         passes.append(this)
         return this
 
-    targets = [(transfer.Transfer, "__init__"), (transfer.Transfer, "wait"), (dist, "all_gather_into_tensor")]
+    targets = [(transfer.Transfer, "__init__"), (transfer.Transfer, "wait"), (collectives, "all_gather_single")]
     targets += [(Blockwise, name) for name in ("attend", "attend_backward")]
     for owner, name in targets:
         patch.object(owner, name, counted(getattr(owner, name))).start()

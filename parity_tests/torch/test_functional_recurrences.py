@@ -93,6 +93,39 @@ def refusals(group: Any) -> list[str]:
     return [message_of(lambda each=each: tried(*each)) for each in REFUSED]
 
 
+WRONG_ON_RANK_1 = [
+    ("chunk_kda", "kda", 3, lambda g: g[..., 0], {}, "got 3 axes"),
+    ("causal_conv1d_fn", "convolution", 0, lambda x: x[0, 0], {}, "out of range"),
+    ("mamba_chunk_scan_combined", "mamba2", 1, lambda dt: dt, {"dt_bias": torch.zeros(3)}, "size of tensor"),
+    ("mamba_chunk_scan_combined", "mamba2", 0, lambda x: x, {"z": torch.zeros(1, 2)}, "the gate z must have the shape"),
+    ("selective_scan_fn", "mamba1", 3, lambda B: B[0, 0], {}, "out of range"),
+]
+"""A function, its rule, the array that is wrong on rank 1 and how, arguments of rank 1 alone, and words of the error."""
+
+
+def test_a_mistake_of_one_rank_alone_raises_on_every_rank(gloo):
+    for messages in gloo(2, mistakes_of_rank_1):
+        for (function, *_, expected), message in zip(WRONG_ON_RANK_1, messages, strict=True):
+            assert expected in message and message.startswith("rank 1: "), (function, message)
+
+
+def mistakes_of_rank_1(group: Any) -> list[str]:
+    def message(function: str, rule: str, index: int, spoil: Any, given: dict[str, Any], _: str) -> str:
+        arrays = list(make(rule, False).arrays[:5])
+        if rule.startswith("mamba"):
+            arrays = [arrays[i] for i in (0, 1, 4, 2, 3)]
+        if rule in ("mamba1", "convolution"):
+            arrays = [x.mT if x.ndim == 3 else x for x in arrays[:5]]
+        if group.rank() == 1:
+            arrays[index] = spoil(arrays[index])
+        given = given if group.rank() == 1 else {}
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            getattr(functional, function)(*arrays, **given, group=group, layout="contiguous")
+        return str(error.value)
+
+    return [message(*each) for each in WRONG_ON_RANK_1]
+
+
 def test_cu_seqlens_that_end_beyond_the_row_are_refused():
     q, k, v, g, beta = make("gdn", False).arrays
     with pytest.raises(ValueError, match="cu_seqlens ends at 90, beyond length=83"):

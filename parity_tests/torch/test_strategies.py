@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ring_attn_core import Ulysses, full, sliding_window
 from ring_attn_core.problem.traffic import Traffic, traffic
 from ring_attn_torch import ring_attention
-from ring_attn_torch.ring import transfer
+from ring_attn_torch.ring import collectives, transfer
 
 from ..support.cases import Case, check_same
 from ..support.selection import first, one_of_each
@@ -50,7 +50,7 @@ def test_messages_and_bytes_are_the_plans(gloo, case):
 def count(group: Any, case: Case, *shards: Any) -> tuple[Traffic, ...]:
     """The messages and bytes that this rank hands to torch.distributed in a forward and in a backward."""
     sent: list[Traffic] = []
-    batch, gather, all_to_all = dist.batch_isend_irecv, dist.all_gather_into_tensor, dist.all_to_all_single
+    batch, gather, all_to_all = dist.batch_isend_irecv, collectives.all_gather_single, dist.all_to_all_single
     size = lambda x: x.numel() * x.element_size()
 
     def batched(operations: list[Any]) -> Any:
@@ -69,8 +69,8 @@ def count(group: Any, case: Case, *shards: Any) -> tuple[Traffic, ...]:
         return all_to_all(out, x, sizes, counts, *rest, async_op=async_op)
 
     total = lambda: sum(sent, Traffic(0, 0))
-    replaced = {"batch_isend_irecv": batched, "all_gather_into_tensor": gathered, "all_to_all_single": to_all}
-    with patch.multiple(dist, **replaced):
+    replaced = {"batch_isend_irecv": batched, "all_to_all_single": to_all}
+    with patch.multiple(dist, **replaced), patch.object(collectives, "all_gather_single", gathered):
         dtype, names = getattr(torch, case.dtype), [*case.features]
         q, k, v = (torch.from_numpy(x).to(dtype).requires_grad_() for x in shards[:3])
         v = None if case.values_in_keys else v
@@ -95,7 +95,7 @@ def test_ranks_that_start_at_random_delays_give_the_same_bits(gloo, strategy, de
 def delayed(seed: int, group: Any, case: Case, *shards: Any) -> Any:
     """``on_rank``, with a random delay before every transfer."""
     draw = random.Random(1000 * seed + dist.get_rank(group))
-    names = "batch_isend_irecv", "all_gather_into_tensor", "all_to_all_single"
+    names = "batch_isend_irecv", "all_to_all_single"
 
     def late(function: Any) -> Any:
         def call(*arguments: Any, **keywords: Any) -> Any:
@@ -104,7 +104,8 @@ def delayed(seed: int, group: Any, case: Case, *shards: Any) -> Any:
 
         return call
 
-    with patch.multiple(dist, **{name: late(getattr(dist, name)) for name in names}):
+    gather = patch.object(collectives, "all_gather_single", late(collectives.all_gather_single))
+    with patch.multiple(dist, **{name: late(getattr(dist, name)) for name in names}), gather:
         return on_rank(group, case, *shards)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ring_attn_torch import summary_attention
+from ring_attn_torch.ring import collectives
 from ring_attn_torch.ring.strategies import ring as strategy
 
 from ..support.spawn import PerRank
@@ -37,7 +38,7 @@ def test_the_bytes_that_every_rank_sends_are_the_formulas(gloo, case):
 def count_bytes(group: Group, case: SummaryCase, shards: dict[str, np.ndarray]) -> tuple[int, int]:
     """What this rank sends forward and backward; of a collective, what each other rank gets."""
     sent = [0]
-    send, all_gather, reduce_scatter = strategy.send, dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+    send, all_gather, reduce_scatter = strategy.send, collectives.all_gather_single, collectives.reduce_scatter_single
 
     def sending(x, hop, group):
         sent[-1] += bool(hop) * sum(a.numel() * a.element_size() for a in x if a is not None)
@@ -55,8 +56,8 @@ def count_bytes(group: Group, case: SummaryCase, shards: dict[str, np.ndarray]) 
     leaves = [tensors[name].to(dtype).requires_grad_() for name in ("q", "k", "v", "pool") if name in tensors]
     with (
         patch.object(strategy, "send", sending),
-        patch.object(dist, "all_gather_into_tensor", gathering),
-        patch.object(dist, "reduce_scatter_tensor", scattering),
+        patch.object(collectives, "all_gather_single", gathering),
+        patch.object(collectives, "reduce_scatter_single", scattering),
     ):
         out = summary_attention(*leaves, **case.options, key_mask=tensors.get("key_mask"), group=group)
         sent.append(0)

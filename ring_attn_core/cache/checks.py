@@ -181,6 +181,15 @@ def check_back(spec: CacheSpec, reached: int, length: int, row: int) -> None:
         )
 
 
+def check_no_states(spec: CacheSpec) -> None:
+    """Raise ValueError if the cache has states, before a rollback."""
+    if spec.states:
+        raise ValueError(
+            f"this cache holds the states of {len(spec.states)} recurrent layers, which cannot go back to earlier tokens: reset "
+            "the request and fill it again, or fork it before the tokens that may be rejected"
+        )
+
+
 def grown(spec: CacheSpec, counts: Sequence[Sequence[int]], tokens: Any) -> CacheSpec:
     """Return the spec of a cache with enough slots for ``tokens`` more tokens of each request, shared evenly by the ranks.
     ``counts`` [requests][ranks]: cached tokens. A rank gets the largest count plus ``tokens / ranks`` slots per request, in whole

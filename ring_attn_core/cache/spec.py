@@ -35,19 +35,22 @@ class CacheSizes:
 
     @classmethod
     def of(cls, config: Any) -> CacheSizes:
-        """Return ``config`` if it is a CacheSizes, else make a CacheSizes from its ``depth``, ``kv_heads`` and ``head_dim``.
+        """Return ``config`` if it is a CacheSizes, else make a CacheSizes from its ``depth``, without recurrent layers,
+        ``kv_heads`` and ``head_dim``.
 
-        Raise ValueError if ``config`` lacks one of these three, or if a size is not an int of at least 1.
+        Raise ValueError if ``config`` lacks one of these three, if no layer has attention, or if a size is not an int of at least
+        1.
         """
         if isinstance(config, cls):
             return config
-        if any(name != "attention" for name in getattr(config, "mixers", None) or ()):
+        recurrent = len(_recurrent(config))
+        if recurrent and recurrent == config.depth:
             raise ValueError(
-                "a KVCache has no states, and this model has recurrent layers: make a cache for its attention layers by "
-                "CacheSizes(layers, kv_heads, head_dim), and keep the states yourself"
+                "a KVCache counts tokens by the keys of attention layers, and all layers of this model are recurrent: call the "
+                "model on all tokens so far for each new one"
             )
         try:
-            return cls(config.depth, config.kv_heads, config.head_dim)
+            return cls(config.depth - recurrent, config.kv_heads, config.head_dim)
         except AttributeError as error:
             raise ValueError(
                 f"a cache is made for a TransformerConfig or CacheSizes(layers, kv_heads, head_dim), got {in_words(config)}"
@@ -58,7 +61,8 @@ class CacheSizes:
 class CacheSpec:
     """The static description of a cache: each rank has ``slots`` slots, of one token each, for each of ``batch`` requests.
     ``window``: earlier positions that a query sees; None: all. Tokens outside it free their slots; ``room`` limits the tokens of
-    a step or rollback. ``page``: slots grow by its multiples; None: never. ``scaled``: the caller passes float8 scales."""
+    a step or rollback. ``page``: slots grow by its multiples; None: never. ``scaled``: the caller passes float8 scales.
+    ``states``: what each recurrent layer keeps of a request, by shapes, in ``state_dtype``."""
 
     sizes: CacheSizes
     batch: int
@@ -69,6 +73,8 @@ class CacheSpec:
     room: int | None = None
     page: int | None = None
     scaled: bool = False
+    states: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    state_dtype: str = "float32"
 
     @classmethod
     def of(cls, config: Any, batch: int, capacity: int | None, ranks: int, **options: Any) -> CacheSpec:
@@ -76,8 +82,12 @@ class CacheSpec:
         ``capacity``: tokens of a request; each rank gets its share, rounded up to an even number so that a full prompt fits in
         every layout. With a window: slots of each rank, by default ``window + room``; ``room`` is by default ``window``."""
         check_ranks(ranks)
+        computes_in = getattr(config, "compute_dtype", None) or getattr(config, "param_dtype", "bfloat16")
         if options.get("dtype") is None:
-            options["dtype"] = getattr(config, "compute_dtype", None) or getattr(config, "param_dtype", "bfloat16")
+            options["dtype"] = computes_in
+        if recurrent := _recurrent(config):
+            options["states"] = tuple(config.mixer(layer).state_shapes for layer in recurrent)
+            options["state_dtype"] = "float64" if computes_in == "float64" else "float32"
         window, room, page = (options.get(name) for name in ("window", "room", "page"))
         if window is None:
             if room is not None:
@@ -130,6 +140,10 @@ class CacheSpec:
         """Return a (name, value) pair for each field of the sizes and of this record. All ranks must have equal pairs."""
         own = asdict(self)
         return tuple((own.pop("sizes") | own).items())
+
+
+def _recurrent(config: Any) -> list[int]:
+    return [layer for layer, name in enumerate(getattr(config, "mixers", None) or ()) if name != "attention"]
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -14,10 +14,11 @@ from typing import Any
 from ..cache.placement import held
 from ..cache.spec import FP8
 from ..layouts import padded_local
+from ..masks import sliding_window
 from ..sampling import Sampling
 from ..validation import in_words, is_integer
 from .config import TransformerConfig
-from .mixers import refuse_mixers
+from .mixers import recurrent_layers
 
 SLOTS = 64
 """A call's cache has a multiple of this many slots per rank, so that calls of similar length share a compiled step."""
@@ -156,10 +157,10 @@ def check_functions(on_token: Any, progress: Any) -> None:
 
 @lru_cache(maxsize=64)
 def windows_of(config: TransformerConfig) -> tuple[int | None, ...]:
-    """Return each layer's window: the number of earlier tokens that a query sees, or None if it sees all of them."""
-    remedy = "call the model on all tokens so far for each new one, or make a model without mixers"
-    refuse_mixers("tokens are generated from a cache of keys and values, which has no states", config.mixers, remedy)
-    masks = [config.attention(layer).mask for layer in range(config.depth)]
+    """Return each layer's window: the number of earlier tokens that a query sees, or None if it sees all of them. It is 0 for a
+    recurrent layer, which has no keys."""
+    recurrent = recurrent_layers(config.mixers)
+    masks = [sliding_window(0) if layer in recurrent else config.attention(layer).mask for layer in range(config.depth)]
     for layer, mask in enumerate(masks):
         if mask.lo != 0 or (mask.hi is not None and mask.hi < 0):
             raise ValueError(

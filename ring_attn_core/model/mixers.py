@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from ..masks import causal
 from ..problem.recurrence import refuse_striped
@@ -16,7 +16,8 @@ from .checks import check_dtype, check_eps, check_flags, check_sizes
 MIXERS = "attention", "gated_delta_net", "mamba2"
 """The layers that ``TransformerConfig.mixers`` may name."""
 
-Record = TypeVar("Record")
+StateShapes = tuple[tuple[int, ...], tuple[int, ...]]
+"""The shapes of what a layer keeps of a request: its convolution's last tokens [taps - 1, channels], and its state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,10 @@ class GatedDeltaNetConfig:
     def parts(self) -> tuple[int, int, int]:
         """Return the channels of q, k and v in the convolution."""
         return self.key_heads * self.key_dim, self.key_heads * self.key_dim, self.heads * self.value_dim
+
+    @property
+    def state_shapes(self) -> StateShapes:
+        return (self.taps - 1, sum(self.parts)), (self.heads, self.key_dim, self.value_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +75,10 @@ class Mamba2Config:
     def parts(self) -> tuple[int, int, int]:
         """Return the channels of x, B and C in the convolution."""
         return self.heads * self.head_dim, self.groups * self.state, self.groups * self.state
+
+    @property
+    def state_shapes(self) -> StateShapes:
+        return (self.taps - 1, sum(self.parts)), (self.heads, self.head_dim, self.state)
 
 
 def _fill(config: Any, **defaults: int | None) -> None:
@@ -132,6 +141,13 @@ def check_mixers(mixers: Any, depth: int, mask: Band, **of_layers: Sequence[Any]
 
 def recurrent_layers(mixers: Sequence[str] | None) -> list[int]:
     return [layer for layer, name in enumerate(mixers or ()) if name != "attention"]
+
+
+def places(mixers: Sequence[str] | None, depth: int) -> list[tuple[str, int]]:
+    """Return each layer's mixer, and the number of earlier layers with attention or, for a recurrent layer, of recurrent ones."""
+    names = mixers or ["attention"] * depth
+    recurrent = [name != "attention" for name in names]
+    return [(name, recurrent[:i].count(recurrent[i])) for i, name in enumerate(names)]
 
 
 def check_mixers_order(order: str, name: str) -> None:

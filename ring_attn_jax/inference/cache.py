@@ -46,6 +46,7 @@ class KVCache(Requests):
         reached: int32 [batch], a request's greatest length since its reset, including appended steps that were never advanced.
         owners: int16 [batch, n], ranks of the newest n = ``spec.remembered`` tokens; the token at position p has index p % n.
         k_scale, v_scale: float32 [layers, kv_heads], the scales of a float8 cache; 0 until they are known.
+        states: of each recurrent layer the last tokens before its convolution [batch, taps - 1, channels], and its state.
 
     Run a step of new tokens inside ``jax.shard_map``, with ``cache.specs`` as the specs of the cache:
 
@@ -105,9 +106,10 @@ class KVCache(Requests):
         scaled = k_scale is not None or v_scale is not None
         options: dict[str, Any] = {"window": window, "room": room, "page": page, "scaled": scaled}
         spec = CacheSpec.of(config, batch, capacity, ranks, dtype=_name(dtype), **options)
-        cache = cls(
-            *_empty(spec, 1 if mesh is None else ranks), *checked_scales(spec, k_scale, v_scale), spec=spec, axis_name=axis_name
-        )
+        zeros = lambda shape: jnp.zeros((batch, *shape), spec.state_dtype)
+        states = tuple((zeros(conv), zeros(state)) for conv, state in spec.states)
+        arrays = *_empty(spec, 1 if mesh is None else ranks), *checked_scales(spec, k_scale, v_scale)
+        cache = cls(*arrays, spec=spec, axis_name=axis_name, states=states)
         if mesh is None:
             k, v, where = vary_alike((axis_name,), cache.k, cache.v, cache.positions)
             return replace(cache, k=k, v=v, positions=where)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from ring_attn_core.cache import checks
 from ring_attn_core.layouts import padded_local
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.generation import check_ids, windows_of
+from ring_attn_core.model.mixers import check_mixers_call, places
 from ring_attn_core.validation import is_integer, is_traced
 
 from ..axes import ring_size
@@ -25,6 +26,7 @@ from .cache import KVCache, chunk_step
 from .prefill import prefill
 from .rank_model import Decoder, OnRank, RankModel, is_on, program_of, specs_of
 from .requests import Lengths
+from .states import States, mix_chunk, mix_tokens
 from .step import DecodeStep
 from .tree_attention import tree_attention_decode
 
@@ -32,7 +34,10 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
 Attend = Callable[[Any, int, jax.Array, jax.Array, jax.Array], jax.Array]
-"""A function ``attend(attention, layer, q, k, v)`` that returns the output of a layer's attention; ``layer`` is its index."""
+"""A function ``attend(attention, layer, q, k, v)`` that returns the output of a layer's attention; ``layer`` is the cache's."""
+
+Mix = Callable[[Any, str, int, jax.Array], jax.Array]
+"""A function ``mix(mixer, name, layer, x)`` that returns the output of a recurrent layer, and keeps its states."""
 
 
 def decode_step(
@@ -131,8 +136,14 @@ def decoded(model: RankModel, cache: KVCache, new: tuple[jax.Array, jax.Array | 
         options = _features(attention, q)
         return tree_attention_decode(q, **part, q_positions=step.positions, **options, backend=backend, axis_name=cache.axis_name)
 
-    hidden = _through(model, ids, step, attend)
-    return logits_of(model, hidden), cache.advance(step)
+    def mix(mixer: Any, name: str, layer: int, x: jax.Array) -> jax.Array:
+        out, states = mix_tokens(mixer, name, cache.states[layer], valid, x)
+        after.append(states)
+        return out
+
+    after: list[States] = []
+    hidden = _through(model, ids, step, attend, mix)
+    return logits_of(model, hidden), replace(cache.advance(step), states=tuple(after))
 
 
 @dataclass(frozen=True)
@@ -167,22 +178,35 @@ def last_hidden(
         out, cache = prefill(q, k, v, cache, layer, step, **_features(attention, q), strategy=ring.strategy, backend=ring.backend)
         return out
 
+    def mix(mixer: Any, name: str, layer: int, x: jax.Array) -> jax.Array:
+        out, states = mix_chunk(mixer, name, cache.states[layer], axis, step, x)
+        after.append(states)
+        return out
+
+    after: list[States] = []
     whole = to_layout(ids, ring.layout, ranks)
     mine = lax.dynamic_slice_in_dim(whole, lax.axis_index(axis) * local, local, 1)
-    hidden = _through(model, mine, step, attend)
+    hidden = _through(model, mine, step, attend, mix)
     here = (step.positions == step.lengths[:, None] - 1) & (step.positions >= 0)
     last = jnp.take_along_axis(hidden, here.argmax(1)[:, None, None], 1)[:, 0]
-    return lax.psum(jnp.where(here.any(1)[:, None], last, 0), axis), cache.advance(step)
+    last = lax.psum(jnp.where(here.any(1)[:, None], last, 0), axis)
+    return last, replace(cache.advance(step), states=tuple(after))
 
 
-def _through(model: RankModel, ids: jax.Array, step: DecodeStep, attend: Attend) -> jax.Array:
-    """Run the blocks on the tokens ``ids`` [b s] at the step's positions, with ``attend`` as attention. Return [b s dim]."""
+def _through(model: RankModel, ids: jax.Array, step: DecodeStep, attend: Attend, mix: Mix) -> jax.Array:
+    """Run the blocks on the tokens ``ids`` [b s] at the step's positions, with ``attend`` as attention and ``mix`` as recurrent
+    layers. Return [b s dim]."""
+    config = model.model.config
     with model.gathered(("embed",), ids):
         x = model.model.embedded(ids)
-    for layer, block in enumerate(model.model.blocks):
-        over_cache = partial(attend, block.attention, layer)
-        with model.gathered(("blocks", layer), x):
-            x = block.through(x, partial(block.attention.attended, over_cache, positions=step.positions))
+    for number, (block, (name, layer)) in enumerate(zip(model.model.blocks, places(config.mixers, config.depth), strict=True)):
+        mixer = block.attention
+        if name == "attention":
+            inner = partial(mixer.attended, partial(attend, mixer, layer), positions=step.positions)
+        else:
+            inner = partial(mix, mixer, name, layer)
+        with model.gathered(("blocks", number), x):
+            x = block.through(x, inner)
     return x
 
 
@@ -215,6 +239,7 @@ def check_model(model: Decoder, traced: bool = False) -> None:
         raise ValueError(f"model must be a RingTransformer, got {type(model).__name__}: of a wrapped one pass what is inside")
     windows_of(model.config)
     checks.check_order(model.ring.order)
+    check_mixers_call(model.config.mixers, model.ring.layout, 1 if model.ring.sharded is None else model.ring.sharded.ranks)
     weights = nnx.to_flat_state(nnx.state(model, nnx.Param))
     if not traced and any(isinstance(x, Tracer) for x in (jnp.zeros(()), *(p.get_value() for _, p in weights))):
         raise ValueError(

@@ -25,7 +25,7 @@ from ..data.extents import on_host
 Lengths = int | Sequence[int] | jax.Array
 Rows = int | Sequence[int]
 
-DATA = ("k", "v", "positions", "counts", "lengths", "reached", "owners", "k_scale", "v_scale")
+DATA = ("k", "v", "positions", "counts", "lengths", "reached", "owners", "k_scale", "v_scale", "states")
 META = ("spec", "axis_name")
 
 
@@ -44,13 +44,15 @@ class Requests:
     v_scale: jax.Array
     spec: CacheSpec
     axis_name: str = "seq"
+    states: tuple[tuple[jax.Array, jax.Array], ...] = ()
 
     @property
     def specs(self) -> Self:
         """A cache with a PartitionSpec in place of each array, for ``in_specs`` and ``out_specs`` of ``jax.shard_map``."""
         same, keys = PartitionSpec(), PartitionSpec(None, None, self.axis_name)
         sharded = {"k": keys, "v": keys, "positions": PartitionSpec(None, self.axis_name)}
-        return replace(self, **{name: sharded.get(name, same) for name in DATA})
+        states = jax.tree.map(lambda _: same, self.states)
+        return replace(self, **{name: sharded.get(name, same) for name in DATA} | {"states": states})
 
     def check_room(self, tokens: Lengths = 1, layout: str | None = None) -> Self:
         """Raise ValueError if a request has no room for ``tokens`` more tokens; else return the cache.
@@ -97,10 +99,11 @@ class Requests:
 
         ``lengths``: an int for all requests, one int each, or an integer array [batch], equal on all ranks. A shorter request
         stays as it is. With a window a request may go back at most ``room`` tokens from its greatest length since its reset.
-        Raise ValueError if a request goes back further. This is not checked if the host cannot read the values: under jit, or if
-        ``lengths`` or the cache's arrays are partly on devices of other processes.
+        Raise ValueError if a request goes back further, or if the cache has states. The first is not checked if the host cannot
+        read the values: under jit, or if ``lengths`` or the cache's arrays are partly on devices of other processes.
         """
         spec = self.spec
+        checks.check_no_states(spec)
         known = np.asarray(lengths) if isinstance(lengths, int | Sequence) else on_host(lengths)
         if known is not None:
             values = known.tolist()
@@ -129,7 +132,7 @@ class Requests:
         arrays = {name: _where(of, value, getattr(self, name), 0) for name, value in nothing.items()}
         if rows is None and self.spec.float8 and not self.spec.scaled:
             arrays |= {"k_scale": jnp.zeros_like(self.k_scale), "v_scale": jnp.zeros_like(self.v_scale)}
-        return replace(self, **arrays)
+        return replace(self, **arrays, states=jax.tree.map(lambda x: _where(of, 0, x, 0), self.states))
 
     def evict(self, rows: Rows) -> Self:
         """Empty the requests ``rows`` like :meth:`reset`, and overwrite their keys and values with 0 in the returned cache."""
@@ -146,7 +149,8 @@ class Requests:
         arrays: dict[str, Any] = {name: getattr(self, name) for name in ("positions", "counts", "lengths", "reached", "owners")}
         arrays = {name: x.at[targets].set(x[sources]) for name, x in arrays.items()}
         copied = lambda x: x.at[:, targets].set(x[:, sources])
-        return replace(self, k=copied(self.k), v=copied(self.v), **arrays)
+        states = jax.tree.map(lambda x: x.at[targets].set(x[sources]), self.states)
+        return replace(self, k=copied(self.k), v=copied(self.v), states=states, **arrays)
 
     def _rows(self, rows: Rows | range) -> jax.Array:
         """Return a mask of the requests in ``rows``, bool [batch]."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from ..recurrence.convolution import causal_conv
 from ..recurrence.delta_rule import gated_delta_rule
 from ..ring.halo import wide
 from .parts import LinearMap, RMSNorm
-from .recurrent import Arrays, Recurrent, RecurrentArguments, Where
+from .recurrent import Arrays, Inner, Recurrent, RecurrentArguments, Where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +72,20 @@ class GatedDeltaNet(Recurrent):
         ValueError if x has a wrong shape, or as :func:`gated_delta_rule` does.
         """
         self.check(x)
+        return self.through(x, lambda tokens, weights: self.over_ring(_over_ring, tokens, weights, length, extents, layout))
+
+    def mix(self, x: jax.Array, convolve: Inner, recur: Inner) -> jax.Array:
+        return self.through(x, lambda tokens, weights: _mix(self.config, tokens, weights, convolve, recur))
+
+    def through(self, x: jax.Array, mixed: Callable[[Arrays, Arrays], jax.Array]) -> jax.Array:
+        """Return the layer's output for x [b s dim]. ``mixed(tokens, weights)``: the function between the projections."""
         config = self.config
         each = config.heads // config.key_heads  # in_proj_* hold the parts of a head of keys together
         values = each * config.value_dim
         q, k, v, z = _apart(self.in_proj_qkvz(x), config.key_heads, (config.key_dim, config.key_dim, values, values))
         b, a = _apart(self.in_proj_ba(x), config.key_heads, (each, each))
         tokens = jnp.concatenate([q, k, v], -1), b, a
-        out = self.over_ring(_mix, tokens, (*self.conv1d.arrays, self.A_log[...], self.dt_bias[...]), length, extents, layout)
+        out = mixed(tokens, (*self.conv1d.arrays, self.A_log[...], self.dt_bias[...]))
         return self.out_proj((self.norm(out) * jax.nn.silu(z.reshape(out.shape))).reshape(*x.shape[:2], -1))
 
 
@@ -86,11 +95,16 @@ def _apart(x: jax.Array, heads: int, sizes: tuple[int, ...]) -> list[jax.Array]:
     return [part.reshape(*x.shape[:2], -1) for part in parts]
 
 
-def _mix(config: GatedDeltaNetConfig, tokens: Arrays, weights: Arrays, where: Where) -> jax.Array:
+def _over_ring(config: GatedDeltaNetConfig, tokens: Arrays, weights: Arrays, where: Where) -> jax.Array:
+    rule = partial(gated_delta_rule, normalize=True, **where)
+    return _mix(config, tokens, weights, partial(causal_conv, activation="silu", **where), rule)
+
+
+def _mix(config: GatedDeltaNetConfig, tokens: Arrays, weights: Arrays, convolve: Inner, recur: Inner) -> jax.Array:
     (mixed, b, a), (taps, A_log, dt_bias) = tokens, weights
-    mixed = causal_conv(mixed, taps.astype(mixed.dtype), activation="silu", **where)
+    mixed = convolve(mixed, taps.astype(mixed.dtype))
     q, k, v = jnp.split(mixed, np.cumsum(config.parts)[:-1], -1)
     q, k = (x.reshape(*x.shape[:2], config.key_heads, -1) for x in (q, k))
     g = -jnp.exp(A_log) * jax.nn.softplus(wide(a) + dt_bias)
     v = v.reshape(*v.shape[:2], config.heads, -1)
-    return gated_delta_rule(q, k, v, g, jax.nn.sigmoid(b), normalize=True, **where)
+    return recur(q, k, v, g, jax.nn.sigmoid(b))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from ..recurrence.convolution import causal_conv
 from ..recurrence.state_space import state_space
 from ..ring.halo import wide
 from .parts import LinearMap, RMSNorm
-from .recurrent import Arrays, Recurrent, RecurrentArguments, Where
+from .recurrent import Arrays, Inner, Recurrent, RecurrentArguments, Where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +73,28 @@ class Mamba2(Recurrent):
         The arguments are those of :class:`GatedDeltaNet`. Raise ValueError if x has a wrong shape, or as :func:`state_space`
         does."""
         self.check(x)
+        return self.through(x, lambda tokens, weights: self.over_ring(_over_ring, tokens, weights, length, extents, layout))
+
+    def mix(self, x: jax.Array, convolve: Inner, recur: Inner) -> jax.Array:
+        return self.through(x, lambda tokens, weights: _mix(self.config, tokens, weights, convolve, recur))
+
+    def through(self, x: jax.Array, mixed: Callable[[Arrays, Arrays], jax.Array]) -> jax.Array:
+        """Return the layer's output for x [b s dim]. ``mixed(tokens, weights)``: the function between the projections."""
         inner = self.config.heads * self.config.head_dim
         z, *tokens = jnp.split(self.in_proj(x), (inner, inner + sum(self.config.parts)), -1)
         weights = self.A_log[...], self.dt_bias[...], self.D[...], *self.conv1d.arrays
-        out = self.over_ring(_mix, tuple(tokens), weights, length, extents, layout).reshape(z.shape)
+        out = mixed(tuple(tokens), weights).reshape(z.shape)
         return self.out_proj(self.norm(wide(out) * jax.nn.silu(wide(z))).astype(x.dtype))
 
 
-def _mix(config: Mamba2Config, tokens: Arrays, weights: Arrays, where: Where) -> jax.Array:
+def _over_ring(config: Mamba2Config, tokens: Arrays, weights: Arrays, where: Where) -> jax.Array:
+    scan = lambda x, dt, A, B, C, D: state_space(x, dt, A, B, C, D=D, **where)
+    return _mix(config, tokens, weights, partial(causal_conv, activation="silu", **where), scan)
+
+
+def _mix(config: Mamba2Config, tokens: Arrays, weights: Arrays, convolve: Inner, recur: Inner) -> jax.Array:
     (mixed, dt), (A_log, dt_bias, D, *taps) = tokens, weights
-    mixed = causal_conv(mixed, *(each.astype(mixed.dtype) for each in taps), activation="silu", **where)
+    mixed = convolve(mixed, *(each.astype(mixed.dtype) for each in taps))
     parts = zip(jnp.split(mixed, np.cumsum(config.parts)[:-1], -1), (config.heads, config.groups, config.groups), strict=True)
     x, B, C = (part.reshape(*part.shape[:2], heads, -1) for part, heads in parts)
-    return state_space(x, jax.nn.softplus(wide(dt) + dt_bias), -jnp.exp(A_log), B, C, D=D, **where)
+    return recur(x, jax.nn.softplus(wide(dt) + dt_bias), -jnp.exp(A_log), B, C, D)

@@ -27,6 +27,8 @@ from .ring import LayerRing
 Arrays = tuple[jax.Array, ...]
 Where = dict[str, Any]
 """The keywords ``axis_name, layout, length, extents`` of a recurrence."""
+Inner = Callable[..., jax.Array]
+"""A convolution of (y, weight[, bias]), or a recurrence of its function's arrays in their order."""
 Mix = Callable[[Any, Arrays, Arrays, Where], jax.Array]
 """A function ``mix(config, tokens, weights, where)`` of this rank's shards, whose result is one too."""
 

@@ -37,13 +37,19 @@ def causal_conv(
     ``axis_name``, ``layout``, ``length``, ``extents`` and errors are those of :func:`halo`, which sends the ``taps - 1`` tokens
     before each run. Raise ValueError also if weight, bias or activation do not fit.
     """
+    return convolve(x, weight, bias, activation, Where(axis_name, layout, length, extents))
+
+
+def convolve(x: jax.Array, weight: jax.Array, bias: jax.Array | None, activation: str | None, where: Where) -> jax.Array:
+    """Compute ``causal_conv`` after the ``taps - 1`` tokens ``where.initial``."""
     taps = weight.shape[-1] if weight.ndim else 0
     check = lambda _: check_convolution(x.shape, weight.shape, None if bias is None else bias.shape, activation)
-    shard = RunShard.of("causal_conv", x, Where(axis_name, layout, length, extents), check)
+    shard = RunShard.of("causal_conv", x, where, check)
     (x,) = shard.zero_padding(x)
-    own = shard.to_runs(x)
-    ahead = shard.mask_halo(exchange_halo(x, shard.order, taps - 1, axis_name)) if taps > 1 else own[:, :, :0]
-    tokens, documents = jnp.concatenate([ahead, own], 2), shard.documents(x.shape[0])
+    ahead = own = shard.to_runs(x)
+    if taps > 1:
+        ahead = shard.begin_after(shard.mask_halo(exchange_halo(x, shard.order, taps - 1, shard.axis_name)), where.initial)
+    tokens, documents = jnp.concatenate([ahead, own], 2) if taps > 1 else own, shard.documents(x.shape[0])
     out = own * weight[:, -1]
     for lag in range(1, taps):
         before = tokens[:, :, taps - 1 - lag : taps - 1 - lag + own.shape[2]]

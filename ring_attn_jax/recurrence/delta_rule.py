@@ -21,7 +21,7 @@ from jax import lax
 from ring_attn_core.problem.recurrence import check_delta_rule
 
 from ..axes import vary_alike
-from ..ring.carry import EXACT, fold_runs
+from ..ring.carry import EXACT
 from ..ring.halo import wide
 from .runs import Layout, RunShard, Where
 
@@ -67,23 +67,33 @@ def gated_delta_rule(
     the length. Raise ValueError as :func:`halo` does, and if shapes do not fit.
     """
     arrays = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    return delta_rule(arrays, Where(axis_name, layout, length, extents), scale, normalize, backend)[0]
+
+
+def delta_rule(
+    arrays: dict[str, jax.Array], where: Where, scale: float | None = None, normalize: bool = False, backend: str = "auto"
+) -> tuple[jax.Array, jax.Array | None]:
+    """Compute ``gated_delta_rule`` from ``where.initial`` on. Return also the last state [batch, v_heads, K, V], if wanted."""
+    q, k, v, g, beta = arrays.values()
     check = lambda _: check_delta_rule({name: x.shape for name, x in arrays.items()}, backend)
-    shard = RunShard.of("gated_delta_rule", q, Where(axis_name, layout, length, extents), check)
-    q, k, v32, g, beta = shard.zero_padding(*vary_alike((axis_name,), *map(wide, arrays.values())))
+    shard = RunShard.of("gated_delta_rule", q, where, check)
+    q, k, v32, g, beta = shard.zero_padding(*vary_alike((where.axis_name,), *map(wide, arrays.values())))
     if normalize:
         q, k = (x * lax.rsqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     q, k = (jnp.repeat(x, v.shape[2] // q.shape[2], 2) for x in (q, k))
     runs = [shard.to_runs(x) for x in (q, k, v32, g, beta)]
-    shape, effect = runs[0].shape[:2], q.shape[-1] if shard.order.slots else 0
+    shape, effect = runs[0].shape[:2], q.shape[-1] if shard.order.slots or where.initial is not None else 0
     out, ends = _run(effect, *(x.reshape(-1, *x.shape[2:]) for x in (*runs, shard.documents(q.shape[0]))))
     out, ends = out.reshape(*shape, *out.shape[1:]), ends.reshape(*shape, *ends.shape[1:])
-    if not effect:
-        return shard.join(out).astype(v.dtype)
-    a, b = ends[..., v.shape[-1] :], ends[..., : v.shape[-1]]
-    states = shard.begin_fresh(fold_runs(shard.forget(a), b, shard.order, axis_name, True))
-    carried = jnp.einsum("brthk,brhkv->brthv", out[..., v.shape[-1] :], states, precision=EXACT)
-    return shard.join(out[..., : v.shape[-1]] + carried).astype(v.dtype)
+    last = None
+    if effect or where.last:
+        b, a = ends[..., : v.shape[-1]], ends[..., v.shape[-1] :] if effect else None
+        states, last = shard.states(a, b, where, True)
+    if effect:
+        carried = jnp.einsum("brthk,brhkv->brthv", out[..., v.shape[-1] :], states, precision=EXACT)
+        out = out[..., : v.shape[-1]] + carried
+    return shard.join(out).astype(v.dtype), last
 
 
 def _run(effect: int, q: Any, k: Any, v: Any, g: Any, beta: Any, documents: Any) -> tuple[jax.Array, jax.Array]:

@@ -18,7 +18,7 @@ from ring_attn_core.problem.recurrence import check_carry, check_extents_of, che
 
 from ..axes import ring_size
 from ..call.traced import TracedLayout
-from ..ring.carry import fold_runs
+from ..ring.carry import apply_map, fold_runs
 from ..ring.halo import exchange_halo, of_rank, take
 
 if TYPE_CHECKING:
@@ -96,12 +96,14 @@ def carry(
 
 
 class Where(NamedTuple):
-    """The arguments of a public call that say which tokens its arrays hold."""
+    """The arguments of a public call that say which tokens its arrays hold, and what a cache adds, without gradients."""
 
     axis_name: str
     layout: Layout
     length: int | None = None
     extents: jax.Array | None = None
+    last: bool = False  # whether to return the state after the tokens, whole on every rank
+    initial: jax.Array | None = None  # with ``last``: the state before the tokens, whole; of a convolution the tokens before them
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +123,7 @@ class RunShard:
     ) -> RunShard:
         """Check a call, and return its shard. ``x``: [batch, tokens, ...], or [batch, runs, ...] if not ``tokens``."""
         check_along(x, hasattr(x, "shape") and hasattr(x, "dtype"), "an array", 1)
-        (axis_name, layout, length, extents), ranks = where, ring_size(where.axis_name, call, INSIDE)
+        (axis_name, layout, length, extents), ranks = where[:4], ring_size(where.axis_name, call, INSIDE)
         if isinstance(layout, TracedLayout):
             raise ValueError(f"{call} takes a static layout: pass the shard's .layout, which compiles anew for other documents")
         integers = extents is not None and jnp.issubdtype(extents.dtype, jnp.integer)
@@ -200,6 +202,33 @@ class RunShard:
     def begin_fresh(self, states: jax.Array) -> jax.Array:
         """Set the states [batch, runs, ...] before runs that begin a document to 0."""
         return self._where(self._runs(0), states)
+
+    def states(self, a: jax.Array | None, b: jax.Array, where: Where, matrix: bool) -> tuple[jax.Array, jax.Array | None]:
+        """Return the state before each run, and the state after the last one if ``where`` asks for it. ``a`` and ``b`` [batch,
+        runs, heads, ...] are each run's map, as in ``fold_runs``; ``a`` is None if no run needs a state."""
+        here, initial = lambda rank: jax.lax.axis_index(self.axis_name) == rank, where.initial
+        after = lambda i, state: b[:, i] if a is None else apply_map(a[:, i], state, matrix) + b[:, i]
+        (rank, first), begun = self.order.order[0], b
+        if initial is not None:
+            begun = b.at[:, first].set(jnp.where(here(rank), after(first, initial), b[:, first]))
+        states = jnp.zeros_like(b)
+        if a is not None and self.order.slots:
+            states = self.begin_fresh(fold_runs(self.forget(a), begun, self.order, self.axis_name, matrix))
+        if initial is not None:
+            states = states.at[:, first].set(jnp.where(here(rank), initial, states[:, first]))
+        if not where.last:
+            return states, None
+        owner, run = self.order.order[-1]
+        return states, jax.lax.psum(jnp.where(here(owner), after(run, states[:, run]), 0), self.axis_name)
+
+    def begin_after(self, halos: jax.Array, before: jax.Array | None) -> jax.Array:
+        """Put the tokens ``before`` [batch, width, ...] the first into the halos [batch, runs, width, ...] that reach them."""
+        if before is None:
+            return halos
+        width = before.shape[1]
+        place = self._runs(2)[:, None] + jnp.arange(width)
+        reached = (place < width).reshape(*place.shape, *[1] * (before.ndim - 2))
+        return jnp.where(reached, jnp.take(before, jnp.minimum(place, width - 1), axis=1), halos)
 
     def _begin(self, index: jax.Array) -> jax.Array:
         assert self.begins is not None

@@ -60,34 +60,43 @@ def state_space(
     :func:`halo` does, and if shapes do not fit.
     """
     arrays = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
+    return scan(arrays, Where(axis_name, layout, length, extents), backend)[0]
+
+
+def scan(arrays: dict[str, Any], where: Where, backend: str = "auto") -> tuple[jax.Array, jax.Array | None]:
+    """Compute ``state_space`` from ``where.initial`` on. Return also the last state [batch, heads, P, N], if wanted; both are of
+    Mamba-2 alone."""
+    x, dt, A, B, C, D = arrays.values()
     check = lambda _: check_state_space({name: None if y is None else y.shape for name, y in arrays.items()}, backend)
-    shard = RunShard.of("state_space", x, Where(axis_name, layout, length, extents), check)
-    u, step, A, B, C = vary_alike((axis_name,), *map(wide, (x, dt, A, B, C)))
+    shard = RunShard.of("state_space", x, where, check)
+    u, step, A, B, C = vary_alike((where.axis_name,), *map(wide, (x, dt, A, B, C)))
     u, step, B, C = shard.zero_padding(u, step, B, C)
     runs = [shard.to_runs(each) for each in (u, step, B, C)]
     shape = runs[0].shape[:2]
-    rule = _selective if A.ndim == 2 else _structured
-    out = rule(shard, shape, [y.reshape(-1, *y.shape[2:]) for y in (*runs, shard.documents(x.shape[0]))], A)
+    arrays_of = [y.reshape(-1, *y.shape[2:]) for y in (*runs, shard.documents(x.shape[0]))]
+    out, last = (_selective(shard, shape, arrays_of, A), None) if A.ndim == 2 else _structured(shard, shape, arrays_of, A, where)
     out = shard.join(out.reshape(*shape, *out.shape[1:]))
     if D is not None:
         out = out + wide(D).reshape(-1, *[1] * (x.ndim - 3)) * u
-    return out.astype(x.dtype)
+    return out.astype(x.dtype), last
 
 
-def _structured(shard: RunShard, shape: Any, runs: list[jax.Array], A: jax.Array) -> jax.Array:
+def _structured(
+    shard: RunShard, shape: Any, runs: list[jax.Array], A: jax.Array, where: Where
+) -> tuple[jax.Array, jax.Array | None]:
     """Mamba-2, of x, dt, B, C and documents [runs, n, ...]."""
     x, dt, B, C, documents = runs
     B, C = (jnp.repeat(each, x.shape[2] // each.shape[2], 2) for each in (B, C))
     state = 0 * x[:, 0, :, :, None] * B[:, 0, :, None]
     state, out = _over_chunks(_structured_chunk, state, documents, x * dt[..., None], dt * A, B, C)
-    if not shard.order.slots:
-        return out
+    if not (shard.order.slots or where.last):
+        return out, None
     c = jnp.cumsum(dt * A, 1)
     effect = C * _exp(c, (documents == documents[:, :1])[..., None])[..., None]
     apart = lambda y: y.reshape(*shape, *y.shape[1:])
     decay = apart(jnp.exp(c[:, -1])[..., None, None])
-    states = shard.begin_fresh(fold_runs(shard.forget(decay), apart(state), shard.order, shard.axis_name, False))
-    return out + jnp.einsum("rthn,rhpn->rthp", effect, states.reshape(state.shape), precision=EXACT)
+    states, last = shard.states(decay, apart(state), where, False)
+    return out + jnp.einsum("rthn,rhpn->rthp", effect, states.reshape(state.shape), precision=EXACT), last
 
 
 def _structured_chunk(carried: Any, inputs: Any) -> Any:

@@ -47,7 +47,7 @@ def _forward(a: jax.Array, b: jax.Array, order: RunOrder, axis_name: str, matrix
     ga, gb = (x.reshape(*x.shape[:3], *y.shape[3:]) for x, y in ((maps[..., :size], a), (maps[..., size:], b)))
 
     def step(state: jax.Array, maps: Any) -> Any:
-        return _times(maps[0], state, matrix) + maps[1], state
+        return apply_map(maps[0], state, matrix) + maps[1], state
 
     before = lax.scan(step, jnp.zeros_like(gb[0]), (ga, gb))[1]
     states = _collect(_by_run(before, order, b.shape[1]), axis_name, split, b.shape[2])
@@ -63,7 +63,7 @@ def _backward(order: RunOrder, axis_name: str, matrix: bool, kept: Any, dstates:
 
     def step(dstate: jax.Array, event: Any) -> Any:
         a, read = event
-        return _times(jnp.swapaxes(a, -1, -2) if matrix else a, dstate, matrix) + read, dstate
+        return apply_map(jnp.swapaxes(a, -1, -2) if matrix else a, dstate, matrix) + read, dstate
 
     db = lax.scan(step, jnp.zeros_like(before[0]), (ga, reads), reverse=True)[1]
     if matrix:
@@ -81,7 +81,8 @@ def _backward(order: RunOrder, axis_name: str, matrix: bool, kept: Any, dstates:
 _fold.defvjp(_forward, _backward)
 
 
-def _times(a: jax.Array, state: jax.Array, matrix: bool) -> jax.Array:
+def apply_map(a: jax.Array, state: jax.Array, matrix: bool) -> jax.Array:
+    """Return ``a @ state`` if ``matrix``, else ``a * state``."""
     return jnp.matmul(a, state, precision=EXACT) if matrix else a * state
 
 

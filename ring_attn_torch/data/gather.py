@@ -13,6 +13,7 @@ from ring_attn_core.layouts import gathered_length, token_position
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.checks import check_along
 
+from ..ring import collectives
 from ..ring.agreement import AgreedCall, agree_on
 from ..ring.groups import Group, group_of, is_dtensor, rank_in, ranks_of, ring_of
 from ..ring.halo import all_gather
@@ -89,7 +90,7 @@ class AllGather(torch.autograd.Function):
         ring, wide = group_of(ctx.ring), dwhole.to(torch.promote_types(dwhole.dtype, torch.float32))
         dshards = torch.cat(wide.chunk(ranks_of(ring), 1))
         dx = dshards.new_empty(dwhole.shape[0], dwhole.shape[1] // ranks_of(ring), *dwhole.shape[2:])
-        dist.reduce_scatter_tensor(dx, dshards, group=ring)
+        collectives.reduce_scatter_single(dx, dshards, group=ring)
         return dx.to(dwhole.dtype), None
 
 

@@ -7,6 +7,7 @@ signature, raise a ValueError that names them, unless they are None or False.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -42,8 +43,9 @@ def causal_conv1d_fn(
     ``seq_idx``: int ``[batch, tokens]``, the document of each token of the whole rows. Raise ValueError as :func:`causal_conv`
     does, and for ``initial_states``, ``return_final_states`` and ``final_states_out``: states begin with their document.
     """
-    where = _where("causal_conv1d_fn", x.shape[-1], (group, layout, length), {"ids": seq_idx}, others)
-    return causal_conv(x.transpose(1, 2), weight, bias, activation=activation, **where).to(x.dtype).transpose(1, 2)
+    arrays = lambda: (x.transpose(1, 2),)
+    (rows,), where = _on_ring("causal_conv1d_fn", arrays, (group, layout, length), {"ids": seq_idx}, others)
+    return causal_conv(rows, weight, bias, activation=activation, **where).to(x.dtype).transpose(1, 2)
 
 
 def chunk_gated_delta_rule(
@@ -68,8 +70,9 @@ def chunk_gated_delta_rule(
     (``use_gate_in_kernel``, ``use_beta_sigmoid_in_kernel``) and other arguments.
     """
     others = {name: x for name, x in others.items() if name not in ("cu_seqlens_cpu", "chunk_indices", "chunk_size")}
-    where = _where("chunk_gated_delta_rule", q.shape[1], (group, layout, length), {"cu_seqlens": cu_seqlens}, others)
-    return gated_delta_rule(q, k, v, g, beta, scale=scale, normalize=use_qk_l2norm_in_kernel, **where), None
+    arrays = lambda: (q, k, v, g, beta)
+    held, where = _on_ring("chunk_gated_delta_rule", arrays, (group, layout, length), {"cu_seqlens": cu_seqlens}, others)
+    return gated_delta_rule(*held, scale=scale, normalize=use_qk_l2norm_in_kernel, **where), None
 
 
 def chunk_kda(
@@ -89,10 +92,14 @@ def chunk_kda(
 ) -> tuple[Tensor, None]:
     """Compute ``fla.ops.kda.chunk_kda`` over a ring: :func:`chunk_gated_delta_rule`, with g ``[batch, s, heads, K]``."""
     others = {name: x for name, x in others.items() if name not in ("cu_seqlens_cpu", "disable_recompute")}
-    if g.ndim != 4:
-        raise ValueError(f"functional.chunk_kda takes g [batch, s, heads, K], got {g.ndim} axes: use chunk_gated_delta_rule")
-    where = _where("chunk_kda", q.shape[1], (group, layout, length), {"cu_seqlens": cu_seqlens}, others)
-    return gated_delta_rule(q, k, v, g, beta, scale=scale, normalize=use_qk_l2norm_in_kernel, **where), None
+
+    def arrays() -> tuple[Tensor, ...]:
+        if g.ndim != 4:
+            raise ValueError(f"functional.chunk_kda takes g [batch, s, heads, K], got {g.ndim} axes: use chunk_gated_delta_rule")
+        return q, k, v, g, beta
+
+    held, where = _on_ring("chunk_kda", arrays, (group, layout, length), {"cu_seqlens": cu_seqlens}, others)
+    return gated_delta_rule(*held, scale=scale, normalize=use_qk_l2norm_in_kernel, **where), None
 
 
 def mamba_chunk_scan_combined(
@@ -120,9 +127,9 @@ def mamba_chunk_scan_combined(
     :func:`state_space` does, and for ``initial_states``, ``return_final_states``, ``return_varlen_states``, ``cu_seqlens``, which
     serves only that, and other arguments.
     """
-    where = _where("mamba_chunk_scan_combined", x.shape[1], (group, layout, length), {"ids": seq_idx}, others)
-    out = state_space(x, step_sizes(dt, dt_bias, dt_softplus).clamp(*dt_limit), A, B, C, D=D, **where)
-    return _gated(out, z)
+    arrays = lambda: (_like(x, z), step_sizes(dt, dt_bias, dt_softplus).clamp(*dt_limit))
+    (x, dt), where = _on_ring("mamba_chunk_scan_combined", arrays, (group, layout, length), {"ids": seq_idx}, others)
+    return _gated(state_space(x, dt, A, B, C, D=D, **where), z)
 
 
 def selective_scan_fn(
@@ -146,10 +153,20 @@ def selective_scan_fn(
     u, delta and z are ``[batch, channels, s]``, A is ``[channels, N]``, B and C are ``[batch, N, s]``. Raise ValueError as
     :func:`state_space` does, and for ``return_last_state`` and other arguments.
     """
-    where = _where("selective_scan_fn", u.shape[-1], (group, layout, length), {}, others)
-    x, dt, B, C = (each.transpose(1, 2) for each in (u, delta, B, C))
-    out = state_space(x, step_sizes(dt, delta_bias, delta_softplus), A, B, C, D=D, **where).transpose(1, 2)
-    return _gated(out, z)
+
+    def arrays() -> tuple[Tensor, ...]:
+        x, dt, *rest = (each.transpose(1, 2) for each in (_like(u, z), delta, B, C))
+        return x, step_sizes(dt, delta_bias, delta_softplus), *rest
+
+    (x, dt, *rest), where = _on_ring("selective_scan_fn", arrays, (group, layout, length), {}, others)
+    return _gated(state_space(x, dt, A, *rest, D=D, **where).transpose(1, 2), z)
+
+
+def _like(x: Tensor, z: Tensor | None) -> Tensor:
+    """Return ``x``; raise ValueError if the gate ``z`` has another shape."""
+    if z is not None and z.shape != x.shape:
+        raise ValueError(f"the gate z must have the shape {list(x.shape)} of the input, got {list(z.shape)}")
+    return x
 
 
 def _gated(out: Tensor, z: Tensor | None) -> Tensor:
@@ -162,10 +179,15 @@ def step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
     return F.softplus(dt) if softplus else dt
 
 
-def _where(
-    name: str, local: int, where: tuple[Ring, Layout, int | None], documents: dict[str, Any], others: dict[str, object]
-) -> dict[str, Any]:
-    """Return the ring's arguments with this rank's extents of ``documents``. Raise ValueError if one of ``others`` is set."""
+def _on_ring(
+    name: str,
+    prepare: Callable[[], tuple[Tensor, ...]],
+    where: tuple[Ring, Layout, int | None],
+    documents: dict[str, Any],
+    others: dict[str, object],
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """Return the arrays of ``prepare``, [batch, s, ...] first, and the ring's arguments, with extents of ``documents``. Raise
+    ValueError if one of ``others`` is set. If one rank fails, in ``prepare`` too, all ranks raise."""
     group, layout, length = where
     ring, given = ring_of(group), {key: x for key, x in documents.items() if x is not None}
     ranks = ranks_of(ring)
@@ -177,7 +199,8 @@ def _where(
                     f"functional.{name} got {key}, which it does not have over a ring: each document begins from the state 0, "
                     "and no state is returned; compute gates before the call, and leave this argument out"
                 )
-        extents = None
+        arrays, extents = prepare(), None
+        local = arrays[0].shape[1]
         if given:
             total = ranks * local if length is None else length
             if "ids" in given and given["ids"].shape[1] != total:
@@ -187,4 +210,4 @@ def _where(
             extents = document_extents(**given, **({} if "ids" in given else {"length": total}))  # type: ignore
             extents = F.pad(extents, (0, 0, 0, ranks * local - total))
             extents = to_layout(extents, layout, ranks).chunk(ranks, 1)[rank_in(ring)]
-    return {"group": group, "layout": layout, "length": length, "extents": extents}
+    return arrays, {"group": group, "layout": layout, "length": length, "extents": extents}

@@ -20,7 +20,7 @@ from ..call.prepare import dtype_name
 from ..ring.agreement import AgreedCall, agree_on, same_error
 from ..ring.groups import capturing, rank_in, ranks_of, ring_of
 from .merge import refuse_gradients
-from .requests import VERSIONS, Lengths, Requests, Rows, empty
+from .requests import VERSIONS, Lengths, Requests, Rows, empty, empty_states
 from .scales import checked_scales, of_first, quantized
 from .step import CachedRequests, DecodeStep, appended, known_rows, prefilled
 
@@ -49,6 +49,7 @@ class KVCache(Requests):
         reached: int32 [batch], a request's greatest length since its reset, including appended steps that were never advanced.
         owners: int16 [batch, n + 1], ranks of the newest n = ``spec.remembered`` tokens; the token at position p has index p % n.
         k_scale, v_scale: float32 [layers, kv_heads], the scales of a float8 cache; 0 until they are known.
+        states: of each recurrent layer the last tokens before its convolution [batch, taps - 1, channels], and its state.
     The last slot only absorbs tokens that this rank does not cache. The last index of ``owners`` only absorbs padding.
 
     A step of new tokens is
@@ -113,7 +114,7 @@ class KVCache(Requests):
         values = [tuple(map(tuple, x.tolist())) if scaled else None for x in scales]
         alike = *spec.fingerprint(), ("k_scale", values[0]), ("v_scale", values[1])
         agree_on(AgreedCall("KVCache.make", where.type, alike, each_time=scaled), ring, lambda: None)
-        return cls(*empty(spec, where), *scales, spec=spec, group=group)
+        return cls(*empty(spec, where), *scales, spec=spec, group=group, states=empty_states(spec, where))
 
     def step(self, tokens: int = 1, *, valid: Tensor | None = None, rows: Rows | None = None) -> DecodeStep:
         """Return a DecodeStep with the positions and slots of ``tokens`` new tokens of each request.

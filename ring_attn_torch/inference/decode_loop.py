@@ -12,7 +12,8 @@ from ring_attn_core.model.generation import Generation
 
 from ..ring.groups import ranks_of
 from .cache import KVCache
-from .forward import Decoder, decode_step, logits_of, summed
+from .forward import Decoder, decode_step, logits_of
+from .merge import summed
 from .sampling import drawn, on_device
 
 Read = Callable[[], list[int]]

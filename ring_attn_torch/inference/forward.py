@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn_core.cache import checks
 from ring_attn_core.layouts import padded_local
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.generation import check_ids, windows_of
+from ring_attn_core.model.mixers import check_mixers_call, places
 from ring_attn_core.validation import is_integer
 
-from ..attend.tiles import accumulation_dtype
 from ..call.autograd import no_autocast
 from ..call.prepare import dtype_name
 from ..data.layout import to_layout
 from ..ring.agreement import AgreedCall, agree_on, device_type, same_error
 from ..ring.groups import Group, is_dtensor, rank_in, ranks_of, ring_of
 from .cache import KVCache
+from .merge import summed
 from .prefill import prefill
 from .requests import Lengths
+from .states import States, mix_chunk, mix_tokens
 from .step import DecodeStep
 from .tree_attention import tree_attention_decode
 
@@ -32,7 +34,10 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 Attend = Callable[[Any, int, Tensor, Tensor, Tensor], Tensor]
-"""A function ``attend(attention, layer, q, k, v)`` that returns the output of a layer's attention; ``layer`` is its index."""
+"""A function ``attend(attention, layer, q, k, v)`` that returns the output of a layer's attention; ``layer`` is the cache's."""
+
+Mix = Callable[[Any, str, States, Tensor], tuple[Tensor, States]]
+"""A function ``mix(layer, name, states, x)`` that returns the output of a recurrent layer, and its states after the tokens."""
 
 
 class Decoder(Protocol):
@@ -85,9 +90,8 @@ def _decoded(model: Decoder, ids: Tensor, cache: KVCache, valid: Tensor | None) 
             options = _features(attention, q)
             return tree_attention_decode(q, **part, q_positions=step.positions, **options, backend=backend, group=cache.group)
 
-        hidden = _through(model, ids, step, attend)
-        cache.advance(step)
-        return logits_of(model, hidden), cache
+        mix = lambda mixer, name, states, x: mix_tokens(mixer, name, states, valid, x)
+        return logits_of(model, _through(model, ids, cache, step, attend, mix)), cache
 
 
 def prefill_prompts(
@@ -141,27 +145,31 @@ def last_hidden(model: Decoder, ids: Tensor, cache: KVCache, lengths: Lengths | 
         return prefill(q, k, v, cache, layer, step, **_features(attention, q), strategy=ring.strategy, backend=ring.backend)[0]
 
     mine = to_layout(ids, ring.layout, ranks).chunk(ranks, 1)[rank_in(cache.ring)]
-    hidden = _through(model, mine, step, attend)
-    cache.advance(step)
+    mix = lambda mixer, name, states, x: mix_chunk(mixer, name, states, cache, step, x)
+    hidden = _through(model, mine, cache, step, attend, mix)
     here = (step.positions == step.lengths[:, None] - 1) & (step.positions >= 0)
     last = hidden[torch.arange(len(hidden), device=hidden.device), here.int().argmax(1)]
     return torch.where(here.any(1)[:, None], last, 0)
 
 
-def summed(hidden: Tensor, ring: Group) -> Tensor:
-    """Return the sum of ``hidden`` [batch, ...] over the ranks. Each token is nonzero on at most one rank."""
-    if ranks_of(ring) == 1:
-        return hidden
-    wide = hidden.to(accumulation_dtype(hidden.dtype))
-    dist.all_reduce(wide, group=ring)
-    return wide.to(hidden.dtype)
+def _through(model: Decoder, ids: Tensor, cache: KVCache, step: DecodeStep, attend: Attend, mix: Mix) -> Tensor:
+    """Run the blocks on the tokens ``ids`` [b s] at the step's positions, then advance the cache. Return [b s dim]. ``attend`` is
+    the attention, and ``mix`` the recurrent layers."""
+    x, turns, after = model.embedded(ids.long()), {}, []
 
+    def recurrent(mixer: Any, name: str, layer: int, x: Tensor) -> Tensor:
+        out, states = mix(mixer, name, cache.states[layer], x)
+        after.extend(states)
+        return out
 
-def _through(model: Decoder, ids: Tensor, step: DecodeStep, attend: Attend) -> Tensor:
-    """Run the blocks on the tokens ``ids`` [b s] at the step's positions, with ``attend`` as attention. Return [b s dim]."""
-    x, turns = model.embedded(ids.long()), {}
-    for layer, block in enumerate(model.blocks):
-        x = block.over_cache(x, step.positions, partial(attend, block.attention, layer), turns)
+    for block, (name, layer) in zip(model.blocks, places(model.config.mixers, model.config.depth), strict=True):
+        if name == "attention":
+            x = block.over_cache(x, step.positions, partial(attend, block.attention, layer), turns)
+        else:
+            x = block.through(x, partial(recurrent, block.attention, name, layer))
+    cache.advance(step)
+    for kept, new in zip(chain(*cache.states), after, strict=True):
+        kept.copy_(new)
     return x
 
 
@@ -188,6 +196,7 @@ def check_model(model: Decoder) -> None:
         raise ValueError(f"model must be a RingTransformer, got {type(model).__name__}: of a wrapped one pass what is inside")
     windows_of(model.config)
     checks.check_order(model.ring.order)
+    check_mixers_call(model.config.mixers, model.ring.layout, ranks_of(ring_of(model.ring.group)))
     for name, p in model.named_parameters():
         if is_dtensor(p):
             raise ValueError(

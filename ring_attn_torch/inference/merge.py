@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn_core.problem.checks import check_own_pair
 
 from ..attend.slots import merged
+from ..attend.tiles import accumulation_dtype
+from ..ring import collectives
 from ..ring.agreement import AgreedCall, agree_on
 from ..ring.groups import Group, ranks_of, ring_of
 
@@ -50,8 +52,17 @@ def gather_pairs(pair: Tensor, ring: Group) -> Tensor:
         return pair[None]
     pair = pair.contiguous()
     pairs = pair.new_empty(ranks_of(ring), *pair.shape)
-    dist.all_gather_into_tensor(pairs.view(-1), pair.view(-1), group=ring)
+    collectives.all_gather_single(pairs.view(-1), pair.view(-1), group=ring)
     return pairs
+
+
+def summed(hidden: Tensor, ring: Group) -> Tensor:
+    """Return the sum of ``hidden`` [batch, ...] over the ranks. Each token is nonzero on at most one rank."""
+    if ranks_of(ring) == 1:
+        return hidden
+    wide = hidden.to(accumulation_dtype(hidden.dtype))
+    dist.all_reduce(wide, group=ring)
+    return wide.to(hidden.dtype)
 
 
 def refuse_gradients(call: str, tensors: tuple[Tensor | None, ...]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from typing import Any, Self
 
 import torch
@@ -49,6 +49,7 @@ class Requests:
     v_scale: Tensor
     spec: CacheSpec
     group: dist.ProcessGroup | DeviceMesh | None = None
+    states: tuple[tuple[Tensor, Tensor], ...] = ()
     host_state: HostState = field(init=False)
     version: int = field(init=False)
     """A number that changes with each ``advance``, ``replayed``, ``rollback``, ``reset``, ``evict`` and ``fork``.
@@ -131,9 +132,11 @@ class Requests:
 
         ``lengths``: an int for all requests, one int each, or integers [batch], equal on all ranks. A shorter request stays as it
         is. With a window a request may go back at most ``room`` tokens from its greatest length since its reset. Raise ValueError
-        if a request goes back further. This is not checked if ``lengths`` is a tensor and the cache is on a GPU.
+        if a request goes back further, or if the cache has states. The first is not checked if ``lengths`` is a tensor and the
+        cache is on a GPU.
         """
         spec, device = self.spec, self.counts.device
+        checks.check_no_states(spec)
         if isinstance(lengths, Tensor) and device.type != "cpu":
             checks.check_kept(tuple(lengths.shape), str(lengths.dtype), spec.batch)
             keep = lengths.to(device, torch.int32).clamp(min=0)
@@ -165,6 +168,8 @@ class Requests:
         of = checks.check_rows("rows", list(range(self.spec.batch)) if rows is None else rows, self.spec.batch)
         for x, nothing in ((self.positions, -1), (self.counts, 0), (self.lengths, 0), (self.reached, 0)):
             x[of] = nothing
+        for x in chain(*self.states):
+            x[of] = 0
         if rows is None and self.spec.float8 and not self.spec.scaled:
             self.k_scale.zero_()
             self.v_scale.zero_()
@@ -193,7 +198,7 @@ class Requests:
             for layer in kept:
                 layer = layer.view(torch.uint8)
                 layer[targets, :used] = layer[sources, :used]
-        for x in (self.positions, self.counts, self.lengths, self.reached, self.owners):
+        for x in (self.positions, self.counts, self.lengths, self.reached, self.owners, *chain(*self.states)):
             x[targets] = x[sources]
         self.host_state.fork(sources, targets)
         self.version = next(VERSIONS)
@@ -240,3 +245,9 @@ def empty(spec: CacheSpec, device: torch.device) -> list[Tensor]:
     positions = torch.full((spec.batch, slots), -1, dtype=torch.int32, device=device)
     owners = torch.zeros((spec.batch, spec.remembered + 1), dtype=torch.int16, device=device)
     return [*keys, positions, *counts, owners]
+
+
+def empty_states(spec: CacheSpec, device: torch.device) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Return the states of each recurrent layer of an empty cache."""
+    zeros = lambda shape: torch.zeros((spec.batch, *shape), dtype=getattr(torch, spec.state_dtype), device=device)
+    return tuple((zeros(conv), zeros(state)) for conv, state in spec.states)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -70,17 +72,21 @@ class GatedDeltaNet(Recurrent):
         ValueError if x has a wrong shape, or as :func:`gated_delta_rule` does.
         """
         self.check(x)
-        config, where = self.config, self.where(length, extents, layout)
+        where = self.where(length, extents, layout)
+        return self.mix(x, partial(causal_conv, activation="silu", **where), partial(gated_delta_rule, normalize=True, **where))
+
+    def mix(self, x: Tensor, convolve: Callable[..., Tensor], recur: Callable[..., Tensor]) -> Tensor:
+        config = self.config
         each, size = config.heads // config.key_heads, config.key_heads  # in_proj_* hold the parts of a head of keys together
         apart = lambda y, *sizes: y.unflatten(-1, (size, -1)).split(sizes, -1)
         values = each * config.value_dim
         q, k, v, z = apart(self.in_proj_qkvz(x), config.key_dim, config.key_dim, values, values)
         b, a = (y.flatten(2) for y in apart(self.in_proj_ba(x), each, each))
         mixed = torch.cat([y.flatten(2) for y in (q, k, v)], -1)
-        mixed = causal_conv(mixed, *self.conv1d.like(mixed), activation="silu", **where).split(config.parts, -1)
+        mixed = convolve(mixed, *self.conv1d.like(mixed)).split(config.parts, -1)
         q, k, v = (
             y.unflatten(-1, (-1, n)) for y, n in zip(mixed, (config.key_dim, config.key_dim, config.value_dim), strict=True)
         )
         g = -self.A_log.exp() * F.softplus(wide(a) + self.dt_bias)
-        out = gated_delta_rule(q, k, v, g, b.sigmoid(), normalize=True, **where)
+        out = recur(q, k, v, g, b.sigmoid())
         return self.out_proj((self.norm(out) * F.silu(z.reshape(out.shape))).flatten(2))

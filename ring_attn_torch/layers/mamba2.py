@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -68,13 +70,18 @@ class Mamba2(Recurrent):
         """Apply the layer to x [b s dim], this rank's shard in layout order; return [b s dim]. The arguments are those of
         :class:`GatedDeltaNet`. Raise ValueError if x has a wrong shape, or as :func:`state_space` does."""
         self.check(x)
-        config, where = self.config, self.where(length, extents, layout)
+        where = self.where(length, extents, layout)
+        scan = lambda x, dt, A, B, C, D: state_space(x, dt, A, B, C, D=D, **where)
+        return self.mix(x, partial(causal_conv, activation="silu", **where), scan)
+
+    def mix(self, x: Tensor, convolve: Callable[..., Tensor], recur: Callable[..., Tensor]) -> Tensor:
+        config = self.config
         inner = config.heads * config.head_dim
         z, y, dt = self.in_proj(x).split([inner, sum(config.parts), config.heads], -1)
-        mixed = causal_conv(y, *self.conv1d.like(y), activation="silu", **where).split(config.parts, -1)
+        mixed = convolve(y, *self.conv1d.like(y)).split(config.parts, -1)
         u, B, C = (
             part.unflatten(-1, (n, -1)) for part, n in zip(mixed, (config.heads, config.groups, config.groups), strict=True)
         )
         dt, A = F.softplus(wide(dt) + self.dt_bias), -self.A_log.exp()
-        out = state_space(u, dt, A, B, C, D=self.D, **where).flatten(2)
+        out = recur(u, dt, A, B, C, self.D).flatten(2)
         return self.out_proj(self.norm(wide(out) * F.silu(wide(z))).to(x.dtype))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +52,11 @@ class Recurrent(nn.Module):
         if x.ndim != 3 or x.shape[-1] != self.config.dim:
             with same_error(ring_of(self.ring.group)):
                 raise ValueError(f"x must be [batch, tokens, {self.config.dim}], got {list(x.shape)}")
+
+    @abstractmethod
+    def mix(self, x: Tensor, convolve: Callable[..., Tensor], recur: Callable[..., Tensor]) -> Tensor:
+        """Return the layer's output for x [b s dim]. ``convolve(y, weight, bias)``: its convolution, with silu; ``recur``: its
+        recurrence, of that function's arrays in their order."""
 
     def where(self, length: int | None, extents: Tensor | None, layout: BalancedLayout | None) -> dict[str, Any]:
         return {"group": self.ring.group, "layout": layout or self.ring.layout, "length": length, "extents": extents}

@@ -71,7 +71,7 @@ class RingTransformer(nn.Module):
     ``mask`` for None. ``rotaries``: one value per layer in place of ``rotary``: a Rotary, a base, or None for a layer without
     rotary embedding. ``mixers``: one value per layer, "attention", "gated_delta_net" or "mamba2": a :class:`GatedDeltaNet` or
     :class:`Mamba2` takes the place of attention, with ``extents`` as its documents. Such a model refuses ``key_mask``,
-    ``key_extents``, striped shards, and :meth:`generate`. ``eps``: the epsilon of all norms, 1e-5 in Llama 3. The field
+    ``key_extents`` and striped shards. ``eps``: the epsilon of all norms, 1e-5 in Llama 3. The field
     ``config`` holds the model's sizes and options as one record; :meth:`from_config` makes a model of them from this record.
 
     ``auto_shard``: a call takes global sequences in natural order, ``model(ids, mask=None)``, and returns the global logits of

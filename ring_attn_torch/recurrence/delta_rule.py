@@ -126,7 +126,7 @@ def _run(arrays: list[Tensor], documents: Tensor | None, effect: bool) -> tuple[
         out, state = exactly(partial(_segment, chunk), *inputs, prior, state)
         prior = documents[:, part][:, -1:]
         outs.append(out)
-    return (torch.cat(outs, 1) if outs else tied(v.new_zeros(batch, 0, heads, columns), q)), state
+    return (torch.cat(outs, 1) if outs else tied(v.new_zeros(batch, 0, heads, columns), q, k, v, g, beta)), state
 
 
 def _segment(chunk: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:

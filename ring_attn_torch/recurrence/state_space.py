@@ -95,7 +95,7 @@ def _structured(shard: RunShard, runs: list[Run], A: Tensor, where: Where) -> tu
             out, state = exactly(_structured_chunk, *inputs, prior, state)
             prior = documents[:, part][:, -1:]
             parts.append(out)
-        outs.append(torch.cat(parts, 1) if parts else x)
+        outs.append(torch.cat(parts, 1) if parts else tied(x, dt * A, B, C))
         if not carried:
             continue
         c = (dt * A).cumsum(1)
@@ -148,7 +148,7 @@ def _scan(run: Run, A: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         part = slice(begin, begin + CHUNK)
         out, state = exactly(_scan_chunk, *(each[:, part] for each in (x, dt, B, C, new)), A, state)
         outs.append(out)
-    return (torch.cat(outs, 1) if outs else tied(x + state.sum(-1)[:, None], C)), state
+    return (torch.cat(outs, 1) if outs else tied(x + state.sum(-1)[:, None], C, dt[..., None] * A)), state
 
 
 def _scan_chunk(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, new: Tensor, A: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

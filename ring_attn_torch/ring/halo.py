@@ -6,11 +6,11 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn_core.plan.run_order import RunOrder
 
+from . import collectives
 from .groups import Group, group_of, rank_in, ranks_of
 
 
@@ -21,7 +21,7 @@ def all_gather(x: Tensor, ring: Group) -> Tensor:
     sent = x.contiguous()
     sent = sent.view(torch.uint8) if x.dtype == torch.bool else sent
     arrived = sent.new_empty(ranks_of(ring) * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(arrived, sent, group=ring)
+    collectives.all_gather_single(arrived, sent, group=ring)
     return torch.cat(arrived.view(x.dtype).chunk(ranks_of(ring)), 1)
 
 

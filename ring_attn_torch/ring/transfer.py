@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from . import collectives
 from .groups import Group, rank_in, ranks_of
 
 Arrays = tuple[Any, ...]
@@ -137,7 +138,7 @@ def all_gather(arrays: Arrays, group: Group) -> Transfer:
     sent = _contiguous(arrays)
     arriving: Arrays = tuple([x if x is None else x.new_empty(ranks, *x.shape) for x in sent])
     pairs = [(x, there.flatten(0, 1)) for x, there in zip(sent, arriving, strict=True) if x is not None and x.numel()]
-    gathered = lambda x, there: dist.all_gather_into_tensor(there, x, group=group, async_op=True)
+    gathered = lambda x, there: collectives.all_gather_single(there, x, group=group, async_op=True)
     return Transfer(arriving, sent, lambda: _others(range(ranks), group), group, lambda: starmap(gathered, pairs))
 
 

@@ -24,15 +24,16 @@ from ring_attn_core.layouts import padded_local
 
 from ..data.layout import positions
 from ..inference.cache import KVCache
-from ..inference.forward import summed
+from ..inference.merge import summed
 from ..inference.prefill import prefill
+from ..inference.states import last_tokens
 from ..inference.step import DecodeStep
 from ..inference.tree_attention import tree_attention_decode
 from ..ring.groups import rank_in
 from .masks import CallArguments, CallRing, LayerMask, Pattern, RunningCall
 from .mixers import mixers
 from .models import check_cacheable
-from .states import LinearShard, LinearStates, attention_layers, last_tokens
+from .states import LinearShard, LinearStates, attention_layers
 
 PAGE = 256
 """The minimum number of tokens by which a rank's part of the cache grows."""

@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionLayer
 
-from ..inference.forward import summed
+from ring_attn_core.model.recurrence_steps import EARLIER
+
+from ..inference.merge import summed
+from ..inference.states import last_tokens, moved_on
 from ..recurrence.runs import Where
 from .masks import running
 
 UNCOMPILED = "torch.compile does not follow the states of linear layers: leave fullgraph=True out"
-
-EARLIER = -(1 << 30)
-"""The first position of the document that a cache holds: before every token of a call."""
 
 
 class LinearStates:
@@ -57,14 +57,11 @@ class LinearStates:
         """Keep the last tokens of each row; return ``conv_states`` [batch, channels, local], this rank's shard, unchanged."""
         call: Any = running()
         assert conv_kernel_size is not None
-        last = call.last_of(conv_states.mT, conv_kernel_size).mT.contiguous()
+        last = call.last_of(conv_states.mT, conv_kernel_size)
         self.before = self.conv.get(layer_idx)
         if self.before is not None:
-            place = torch.tensor(call.lengths, device=last.device)[:, None] + torch.arange(conv_kernel_size, device=last.device)
-            place = place[:, None].expand_as(last)
-            earlier = self.before.gather(2, place.clamp(max=conv_kernel_size - 1))
-            last = torch.where(place < conv_kernel_size, earlier, last)
-        self.conv[layer_idx] = last
+            last = moved_on(self.before.mT, last, torch.tensor(call.lengths, device=last.device))
+        self.conv[layer_idx] = last.mT.contiguous()
         return conv_states
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
@@ -117,15 +114,6 @@ class LinearShard:
         assert self.own is not None
         lengths = torch.tensor(self.lengths, device=x.device)
         return summed(last_tokens(x, self.own, lengths, keep), self.cache.ring.group)
-
-
-def last_tokens(hidden: Tensor, positions: Tensor, lengths: Tensor, keep: int) -> Tensor:
-    """Return the hidden states [batch, keep, dim] of the last ``keep`` tokens of each row, 0 for tokens on other ranks.
-    ``hidden`` [batch, local, dim]: this rank's tokens, at ``positions`` [batch, local]. ``lengths``: tokens of each row."""
-    wanted = lengths[:, None] - keep + torch.arange(keep, device=lengths.device)
-    here = (positions[..., None] == wanted[:, None]) & (positions >= 0)[..., None]
-    rows = torch.arange(len(hidden), device=hidden.device)[:, None]
-    return torch.where(here.any(1)[..., None], hidden[rows, here.int().argmax(1)], 0)
 
 
 def attention_layers(config: Any) -> list[int]:
