@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from parity_tests.outside import one, suites
-from parity_tests.outside.__main__ import describe, table
+from parity_tests.outside.__main__ import MARK, describe, earlier, table
 from ring_attn_core.layouts import named
 
 TESTS = """
@@ -74,9 +74,16 @@ def test_a_suite_that_is_not_there_is_left_out_in_words(tmp_path: Path):
     assert jax.file == "tests/nn_test.py"
 
 
-def test_the_page_has_a_row_for_each_suite_and_ring_and_their_reasons_below():
-    found = {"jax-4": ["| jax, 4 |"], "jax-1": ["| jax, 1 |", "- refused, 2: bias"]}
-    found["tokamax-2"] = ["| tokamax, 2 |", "- skipped, 1: slow"]
-    rows = table(found).splitlines()[2:]
-    assert rows[:3] == ["| tokamax, 2 |", "| jax, 1 |", "| jax, 4 |"]
-    assert rows[3:] == ["", "**tokamax, 2 ranks**", "", "- skipped, 1: slow", "", "**jax, 1 rank**", "", "- refused, 2: bias"]
+def test_a_page_keeps_what_earlier_runs_wrote_and_rings_that_say_the_same_share_their_reasons():
+    row = lambda name, ranks: f"| {name} 1.0 | {suites.SUITES[name].what} | {ranks} | 3 | 1 | 2 | 0 | 1 |"
+    bias = describe(suites.SUITES["jax"], [(f"test_{n}", "refused", f"bias of shape [{n}, 2]") for n in (1, 2)], 1)[1:]
+    assert bias == ["- refused, 2: bias of shape [...]"]
+    found = {"jax-4": [row("jax", 4)], "jax-2": [row("jax", 2), *bias], "jax-1": [row("jax", 1), *bias]}
+    found["tokamax-2"] = [row("tokamax", 2), "- skipped, 1: slow", "- refused, 1: some words that go on in", "  another line"]
+    page = table(found)
+    assert page.splitlines()[2:6] == [row("tokamax", 2), *(row("jax", ranks) for ranks in (1, 2, 4))]
+    assert page.splitlines()[6:] == [
+        *("", "**tokamax, ranks: 2**", "", *found["tokamax-2"][1:]),
+        *("", "**jax, ranks: 1, 2**", "", *bias),
+    ]
+    assert earlier(f"Prose.\n\n{MARK}\n\n{page}\n") == found and earlier("Prose.\n") == {}

@@ -47,13 +47,26 @@ def describe(suite: Suite, cases: list[Case], ranks: int, source: Path | None = 
 def table(found: dict[str, list[str]]) -> str:
     """Return the rows in the order of ``SUITES``, and below them the reasons. ``found``: by SUITE-RANKS, what describe says."""
     names = sorted(found, key=lambda name: ([*SUITES].index(name.rpartition("-")[0]), int(name.rpartition("-")[2])))
-    reasons = (["", f"**{title(name)}**", "", *found[name][1:]] for name in names if found[name][1:])
+    rings: dict[tuple[str, ...], list[str]] = {}  # those of a suite that say the same share a title
+    for name in names:
+        suite, _, ranks = name.rpartition("-")
+        rings.setdefault((suite, *found[name][1:]), []).append(ranks)
+    reasons = (["", f"**{suite}, ranks: {', '.join(ranks)}**", "", *lines] for (suite, *lines), ranks in rings.items() if lines)
     return "\n".join([HEAD, *(found[name][0] for name in names), *chain(*reasons)])
 
 
-def title(name: str) -> str:
-    suite, _, ranks = name.rpartition("-")
-    return f"{suite}, {ranks} rank{'s' * (ranks != '1')}"
+def earlier(page: str) -> dict[str, list[str]]:
+    """Return what a page says, as ``table`` takes it."""
+    rows, *sections = page.partition(MARK)[2].split("\n**")
+    keys = {suite.what: name for name, suite in SUITES.items()}
+    cells = {row: row.split(" | ") for row in rows.splitlines() if row.startswith("|")}
+    found = {f"{keys[parts[1]]}-{parts[2]}": [row] for row, parts in cells.items() if parts[1:2] and parts[1] in keys}
+    for section in sections:
+        title, _, lines = section.partition("**\n\n")
+        suite, _, ranks = title.partition(", ranks: ")
+        for each in ranks.split(", "):
+            found.get(f"{suite}-{each}", []).extend(lines.strip().splitlines())
+    return found
 
 
 BUILD = ROOT / "build" / "suites"
@@ -69,7 +82,7 @@ def main() -> int:
     parser.add_argument("--source", action="append", default=[], metavar="SUITE=FOLDER", help="a checkout with its tests")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="devices, or processes, of the ring")
     parser.add_argument("-k", default="", metavar="WORDS", help="as in pytest: a part of the cases")
-    parser.add_argument("--page", type=Path, help="write this table into a page, after its mark, and those of earlier whole runs")
+    parser.add_argument("--page", type=Path, help="write this table into a page, after its mark, and keep its other rows")
     given = parser.parse_args()
     sources = {name: Path(folder).resolve() for name, _, folder in (each.partition("=") for each in given.source)}
     if unknown := [*({*given.suites, *sources} - {*SUITES})]:
@@ -85,12 +98,9 @@ def main() -> int:
             found[f"{name}-{ranks}"] = described = describe(suite, cases, ranks, source)
             print(*described, sep="\n", flush=True)
             failed |= any(outcome == "failed" and not suite.explain(case, "") for case, outcome, _ in cases)
-            if not given.k:
-                (BUILD / f"{name}-{ranks}.whole").write_text(json.dumps(described))
     if given.page and found and not given.k:
-        whole = {file.stem: json.loads(file.read_text()) for file in BUILD.glob("*.whole")}
-        text = given.page.read_text(encoding="utf-8").partition(MARK)[0]
-        given.page.write_text(f"{text}{MARK}\n\n{table(whole)}\n", encoding="utf-8")
+        text = given.page.read_text(encoding="utf-8")
+        given.page.write_text(f"{text.partition(MARK)[0]}{MARK}\n\n{table(earlier(text) | found)}\n", encoding="utf-8")
     return int(failed or not found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
@@ -35,8 +36,10 @@ class Suite:
         return None
 
     def explain(self, case: str, reason: str) -> str:
-        """Return the suite's own assumption that a case fails by, if it is known, else the reason in one line of Markdown."""
-        return next((words for part, words in self.known.items() if part in case), reason.replace("|", "\\|"))
+        """Return the suite's own assumption that a case fails by, if it is known, else the reason in one line of Markdown,
+        without shapes and names of models, by which cases of one reason differ."""
+        reason = re.sub(r"\[\d+(, \d+)*\]", "[...]", re.sub(r"\w+ForCausalLM", "the model", reason.replace("|", "\\|")))
+        return next((words for part, words in self.known.items() if part in case), reason)
 
     def release(self, source: Path | None) -> str:
         """Return the package with its version. FlashAttention's tests need no flash_attn: theirs is their folder's name."""
