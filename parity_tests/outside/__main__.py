@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import fill
 
 from . import __doc__ as USAGE
-from .suites import SUITES, Suite
+from .suites import SUITES
 
 ROOT = Path(__file__).parents[2]
 MARK = "<!-- what follows is written by make suites -->"
@@ -20,9 +20,11 @@ Case = tuple[str, str, str]
 
 
 def run(name: str, source: Path | None, ranks: int, words: str) -> list[Case]:
-    """Return the cases of one suite on one ring, run in processes of its own. A run that was ended goes on where it stood."""
-    report = BUILD / f"{name}-{ranks}.json"
+    """Return the cases of one suite on one ring, run in processes of its own. A whole run that was ended goes on from there."""
+    report = BUILD / f"{name}-{ranks}{'-part' * bool(words)}.json"
     report.parent.mkdir(parents=True, exist_ok=True)
+    if words:
+        report.unlink(missing_ok=True)
     launcher = [*LAUNCHER, f"--nproc-per-node={ranks}"] if SUITES[name].processes else []
     arguments = [name, str(source or ""), str(ranks), words, str(report)]
     command = [sys.executable, *launcher, "-m", "parity_tests.outside.one", *arguments]
@@ -34,14 +36,16 @@ def run(name: str, source: Path | None, ranks: int, words: str) -> list[Case]:
     return cases
 
 
-def describe(suite: Suite, cases: list[Case], ranks: int, source: Path | None = None) -> list[str]:
+def describe(name: str, cases: list[Case], ranks: int, source: Path | None = None) -> list[str]:
     """Return the table's row of a suite, and a line for each reason."""
+    suite = SUITES[name]
     count = Counter(outcome for _, outcome, _ in cases)
     numbers = [sum(count[outcome] for outcome in COUNTED), *(count[outcome] for outcome in (*COUNTED, "skipped"))]
-    row = "| " + " | ".join([suite.release(source), suite.what, str(ranks), *map(str, numbers)]) + " |"
+    row = "| " + " | ".join([name, suite.release(source), *map(str, (ranks, *numbers))]) + " |"
     reasons = Counter((outcome, suite.explain(case, reason)) for case, outcome, reason in cases if reason)
     lines = (f"- {outcome}, {number}: {reason}" for (outcome, reason), number in sorted(reasons.items()))
-    return [row, *(fill(line, 138, subsequent_indent="  ", break_long_words=False) for line in lines)]
+    folded = (fill(line, 138, subsequent_indent="  ", break_long_words=False) for line in lines)
+    return [row, *chain(*map(str.splitlines, folded))]
 
 
 def table(found: dict[str, list[str]]) -> str:
@@ -58,9 +62,8 @@ def table(found: dict[str, list[str]]) -> str:
 def earlier(page: str) -> dict[str, list[str]]:
     """Return what a page says, as ``table`` takes it."""
     rows, *sections = page.partition(MARK)[2].split("\n**")
-    keys = {suite.what: name for name, suite in SUITES.items()}
-    cells = {row: row.split(" | ") for row in rows.splitlines() if row.startswith("|")}
-    found = {f"{keys[parts[1]]}-{parts[2]}": [row] for row, parts in cells.items() if parts[1:2] and parts[1] in keys}
+    cells = {row: row.split(" | ") for row in rows.splitlines()[4:]}
+    found = {f"{name[2:]}-{ranks}": [row] for row, (name, _, ranks, *_) in cells.items()}
     for section in sections:
         title, _, lines = section.partition("**\n\n")
         suite, _, ranks = title.partition(", ranks: ")
@@ -72,7 +75,7 @@ def earlier(page: str) -> dict[str, list[str]]:
 BUILD = ROOT / "build" / "suites"
 LAUNCHER = "-m", "torch.distributed.run", "--standalone", "--local-ranks-filter=0"
 COUNTED = "passed", "refused", "failed"
-HEAD = """| suite | ours in the place of theirs | ranks | cases | passed | refused | failed | skipped |
+HEAD = """| suite | release | ranks | cases | passed | refused | failed | skipped |
 |---|---|---|---|---|---|---|---|"""
 
 
@@ -95,7 +98,7 @@ def main() -> int:
             continue
         for ranks in given.ranks:
             cases = run(name, source, ranks, given.k)
-            found[f"{name}-{ranks}"] = described = describe(suite, cases, ranks, source)
+            found[f"{name}-{ranks}"] = described = describe(name, cases, ranks, source)
             print(*described, sep="\n", flush=True)
             failed |= any(outcome == "failed" and not suite.explain(case, "") for case, outcome, _ in cases)
     if given.page and found and not given.k:
