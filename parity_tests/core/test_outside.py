@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from parity_tests.outside import one, suites
-from parity_tests.outside.__main__ import describe, table
+from parity_tests.outside.__main__ import MARK, describe, earlier, table
 from ring_attn_core.layouts import named
 
 TESTS = """
@@ -41,7 +41,7 @@ FOUND = {
 def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> suites.Suite:
     """A suite of our own, with a case of every kind."""
     (tmp_path / "own.py").write_text(TESTS)
-    suite = suites.Suite("own", "pytest", "`layouts.named`", known={"wrong": "the suite takes one character for two"})
+    suite = suites.Suite("own", "pytest", known={"wrong": "the suite takes one character for two"})
     monkeypatch.setattr(one, "HERE", tmp_path)
     monkeypatch.setitem(suites.SUITES, "own", suite)
     return suite
@@ -59,24 +59,32 @@ def test_every_case_is_judged_by_who_raised_and_a_run_that_ended_goes_on(suite: 
         named("spiral")
     reasons = {case: reason for case, _, reason in cases}
     assert reasons["Cases::test_refused"] and str(refusal.value).startswith(reasons["Cases::test_refused"])
-    row, *lines = describe(suite, cases, 1)
-    assert row.endswith("| `layouts.named` | 1 | 4 | 1 | 1 | 2 | 1 |")
+    row, *lines = describe("own", cases, 1)
+    assert row == f"| own | {pytest.__version__} | 1 | 4 | 1 | 1 | 2 | 1 |"
     assert "- failed, 1: the suite takes one character for two" in lines and "- skipped, 1: too slow" in lines
 
 
 def test_a_suite_that_is_not_there_is_left_out_in_words(tmp_path: Path):
     jax = suites.SUITES["jax"]
-    installed = suites.Suite("own", "pytest", "", "tests/nn_test.py")
-    assert suites.Suite("own", "no_such_package", "").obstacle(None) == "no_such_package is not installed"
-    assert suites.Suite("own", "pytest", "", needs=("no_such_package",)).obstacle(None) == "no_such_package is not installed"
+    installed = suites.Suite("own", "pytest", "tests/nn_test.py")
+    assert suites.Suite("own", "no_such_package").obstacle(None) == "no_such_package is not installed"
+    assert suites.Suite("own", "pytest", needs=("no_such_package",)).obstacle(None) == "no_such_package is not installed"
     assert installed.obstacle(None) == "it stands in a checkout: pass --source NAME=FOLDER, which holds tests/nn_test.py"
     assert installed.obstacle(tmp_path) == f"{tmp_path} holds no tests/nn_test.py"
     assert jax.file == "tests/nn_test.py"
 
 
-def test_the_page_has_a_row_for_each_suite_and_ring_and_their_reasons_below():
-    found = {"jax-4": ["| jax, 4 |"], "jax-1": ["| jax, 1 |", "- refused, 2: bias"]}
-    found["tokamax-2"] = ["| tokamax, 2 |", "- skipped, 1: slow"]
-    rows = table(found).splitlines()[2:]
-    assert rows[:3] == ["| tokamax, 2 |", "| jax, 1 |", "| jax, 4 |"]
-    assert rows[3:] == ["", "**tokamax, 2 ranks**", "", "- skipped, 1: slow", "", "**jax, 1 rank**", "", "- refused, 2: bias"]
+def test_a_page_keeps_what_earlier_runs_wrote_and_rings_that_say_the_same_share_their_reasons():
+    row = lambda name, ranks: f"| {name} | 1.0 | {ranks} | 3 | 1 | 2 | 0 | 1 |"
+    bias = describe("jax", [(f"test_{n}", "refused", f"bias of shape [{n}, 2]") for n in (1, 2)], 1)[1:]
+    assert bias == ["- refused, 2: bias of shape [...]"]
+    folded = describe("torch", [("test", "refused", "words " * 40)], 2)[1:]
+    found = {"jax-4": [row("jax", 4)], "jax-2": [row("jax", 2), *bias], "jax-1": [row("jax", 1), *bias]}
+    found["tokamax-2"] = [row("tokamax", 2), *folded, "- skipped, 1: slow"]
+    page = table(found)
+    assert len(folded) == 2 and page.splitlines()[2:6] == [row("tokamax", 2), *(row("jax", ranks) for ranks in (1, 2, 4))]
+    assert page.splitlines()[6:] == [
+        *("", "**tokamax, ranks: 2**", "", *found["tokamax-2"][1:]),
+        *("", "**jax, ranks: 1, 2**", "", *bias),
+    ]
+    assert earlier(f"Prose.\n\n{MARK}\n\n{page}\n") == found and earlier("Prose.\n") == {}

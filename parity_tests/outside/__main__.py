@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import fill
 
 from . import __doc__ as USAGE
-from .suites import SUITES, Suite
+from .suites import SUITES
 
 ROOT = Path(__file__).parents[2]
 MARK = "<!-- what follows is written by make suites -->"
@@ -20,9 +20,11 @@ Case = tuple[str, str, str]
 
 
 def run(name: str, source: Path | None, ranks: int, words: str) -> list[Case]:
-    """Return the cases of one suite on one ring, run in processes of its own. A run that was ended goes on where it stood."""
-    report = BUILD / f"{name}-{ranks}.json"
+    """Return the cases of one suite on one ring, run in processes of its own. A whole run that was ended goes on from there."""
+    report = BUILD / f"{name}-{ranks}{'-part' * bool(words)}.json"
     report.parent.mkdir(parents=True, exist_ok=True)
+    if words:
+        report.unlink(missing_ok=True)
     launcher = [*LAUNCHER, f"--nproc-per-node={ranks}"] if SUITES[name].processes else []
     arguments = [name, str(source or ""), str(ranks), words, str(report)]
     command = [sys.executable, *launcher, "-m", "parity_tests.outside.one", *arguments]
@@ -34,32 +36,46 @@ def run(name: str, source: Path | None, ranks: int, words: str) -> list[Case]:
     return cases
 
 
-def describe(suite: Suite, cases: list[Case], ranks: int, source: Path | None = None) -> list[str]:
+def describe(name: str, cases: list[Case], ranks: int, source: Path | None = None) -> list[str]:
     """Return the table's row of a suite, and a line for each reason."""
+    suite = SUITES[name]
     count = Counter(outcome for _, outcome, _ in cases)
     numbers = [sum(count[outcome] for outcome in COUNTED), *(count[outcome] for outcome in (*COUNTED, "skipped"))]
-    row = "| " + " | ".join([suite.release(source), suite.what, str(ranks), *map(str, numbers)]) + " |"
+    row = "| " + " | ".join([name, suite.release(source), *map(str, (ranks, *numbers))]) + " |"
     reasons = Counter((outcome, suite.explain(case, reason)) for case, outcome, reason in cases if reason)
     lines = (f"- {outcome}, {number}: {reason}" for (outcome, reason), number in sorted(reasons.items()))
-    return [row, *(fill(line, 138, subsequent_indent="  ", break_long_words=False) for line in lines)]
+    folded = (fill(line, 138, subsequent_indent="  ", break_long_words=False) for line in lines)
+    return [row, *chain(*map(str.splitlines, folded))]
 
 
 def table(found: dict[str, list[str]]) -> str:
     """Return the rows in the order of ``SUITES``, and below them the reasons. ``found``: by SUITE-RANKS, what describe says."""
     names = sorted(found, key=lambda name: ([*SUITES].index(name.rpartition("-")[0]), int(name.rpartition("-")[2])))
-    reasons = (["", f"**{title(name)}**", "", *found[name][1:]] for name in names if found[name][1:])
+    rings: dict[tuple[str, ...], list[str]] = {}  # those of a suite that say the same share a title
+    for name in names:
+        suite, _, ranks = name.rpartition("-")
+        rings.setdefault((suite, *found[name][1:]), []).append(ranks)
+    reasons = (["", f"**{suite}, ranks: {', '.join(ranks)}**", "", *lines] for (suite, *lines), ranks in rings.items() if lines)
     return "\n".join([HEAD, *(found[name][0] for name in names), *chain(*reasons)])
 
 
-def title(name: str) -> str:
-    suite, _, ranks = name.rpartition("-")
-    return f"{suite}, {ranks} rank{'s' * (ranks != '1')}"
+def earlier(page: str) -> dict[str, list[str]]:
+    """Return what a page says, as ``table`` takes it."""
+    rows, *sections = page.partition(MARK)[2].split("\n**")
+    cells = {row: row.split(" | ") for row in rows.splitlines()[4:]}
+    found = {f"{name[2:]}-{ranks}": [row] for row, (name, _, ranks, *_) in cells.items()}
+    for section in sections:
+        title, _, lines = section.partition("**\n\n")
+        suite, _, ranks = title.partition(", ranks: ")
+        for each in ranks.split(", "):
+            found.get(f"{suite}-{each}", []).extend(lines.strip().splitlines())
+    return found
 
 
 BUILD = ROOT / "build" / "suites"
 LAUNCHER = "-m", "torch.distributed.run", "--standalone", "--local-ranks-filter=0"
 COUNTED = "passed", "refused", "failed"
-HEAD = """| suite | ours in the place of theirs | ranks | cases | passed | refused | failed | skipped |
+HEAD = """| suite | release | ranks | cases | passed | refused | failed | skipped |
 |---|---|---|---|---|---|---|---|"""
 
 
@@ -69,7 +85,7 @@ def main() -> int:
     parser.add_argument("--source", action="append", default=[], metavar="SUITE=FOLDER", help="a checkout with its tests")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="devices, or processes, of the ring")
     parser.add_argument("-k", default="", metavar="WORDS", help="as in pytest: a part of the cases")
-    parser.add_argument("--page", type=Path, help="write this table into a page, after its mark, and those of earlier whole runs")
+    parser.add_argument("--page", type=Path, help="write this table into a page, after its mark, and keep its other rows")
     given = parser.parse_args()
     sources = {name: Path(folder).resolve() for name, _, folder in (each.partition("=") for each in given.source)}
     if unknown := [*({*given.suites, *sources} - {*SUITES})]:
@@ -82,15 +98,12 @@ def main() -> int:
             continue
         for ranks in given.ranks:
             cases = run(name, source, ranks, given.k)
-            found[f"{name}-{ranks}"] = described = describe(suite, cases, ranks, source)
+            found[f"{name}-{ranks}"] = described = describe(name, cases, ranks, source)
             print(*described, sep="\n", flush=True)
             failed |= any(outcome == "failed" and not suite.explain(case, "") for case, outcome, _ in cases)
-            if not given.k:
-                (BUILD / f"{name}-{ranks}.whole").write_text(json.dumps(described))
     if given.page and found and not given.k:
-        whole = {file.stem: json.loads(file.read_text()) for file in BUILD.glob("*.whole")}
-        text = given.page.read_text(encoding="utf-8").partition(MARK)[0]
-        given.page.write_text(f"{text}{MARK}\n\n{table(whole)}\n", encoding="utf-8")
+        text = given.page.read_text(encoding="utf-8")
+        given.page.write_text(f"{text.partition(MARK)[0]}{MARK}\n\n{table(earlier(text) | found)}\n", encoding="utf-8")
     return int(failed or not found)
 
 

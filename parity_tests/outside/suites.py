@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
@@ -11,13 +12,11 @@ from pathlib import Path
 @dataclass(frozen=True)
 class Suite:
     """One suite. ``module``: the file here that shows its tests to pytest. ``file``: of a checkout; "" if ``package`` holds the
-    tests. ``select``: pytest's -k. ``what``: what is tested in the place of what. ``needs``: packages that the tests import too.
-    ``processes``: each rank is a process that runs every case. ``known``: by a part of a test's name, the suite's own assumption
-    that it fails by."""
+    tests. ``select``: pytest's -k. ``needs``: packages that the tests import too. ``processes``: each rank is a
+    process that runs every case. ``known``: by a part of a test's name, the suite's own assumption that it fails by."""
 
     module: str
     package: str
-    what: str
     file: str = ""
     select: str = ""
     needs: tuple[str, ...] = ()
@@ -35,39 +34,23 @@ class Suite:
         return None
 
     def explain(self, case: str, reason: str) -> str:
-        """Return the suite's own assumption that a case fails by, if it is known, else the reason in one line of Markdown."""
-        return next((words for part, words in self.known.items() if part in case), reason.replace("|", "\\|"))
+        """Return the suite's own assumption that a case fails by, if it is known, else the reason in one line of Markdown,
+        without shapes and names of models, by which cases of one reason differ."""
+        reason = re.sub(r"\[\d+(, \d+)*\]", "[...]", re.sub(r"\w+ForCausalLM", "the model", reason.replace("|", "\\|")))
+        return next((words for part, words in self.known.items() if part in case), reason)
 
     def release(self, source: Path | None) -> str:
-        """Return the package with its version. FlashAttention's tests need no flash_attn: theirs is their folder's name."""
-        return f"{self.package} {metadata.version(self.package)}" if self.package != "torch" or not source else source.name
+        """Return the package's version. FlashAttention's tests need no flash_attn: theirs is their folder's name."""
+        return metadata.version(self.package) if self.package != "torch" or not source else source.name
 
 
 SUITES = {
-    "tokamax": Suite(
-        "tokamax_suite",
-        "tokamax",
-        "`functional.dot_product_attention`, with `softcap` `ring_attention`, as `attention_fn` of `AttentionTestBase`",
-    ),
-    "jax": Suite(
-        "jax_suite",
-        "jax",
-        '`functional.dot_product_attention` as `jax.nn.dot_product_attention(implementation="xla")`',
-        "tests/nn_test.py",
-        "DotProductAttention",
-    ),
-    "torch": Suite(
-        "torch_suite",
-        "torch",
-        "`functional.scaled_dot_product_attention`, `functional.flex_attention` and `MultiheadAttention` on torch's samples "
-        "(`OpInfo`, `ModuleInfo`), in float32 and float64",
-        needs=("expecttest",),
-        processes=True,
-    ),
+    "tokamax": Suite("tokamax_suite", "tokamax"),
+    "jax": Suite("jax_suite", "jax", "tests/nn_test.py", "DotProductAttention"),
+    "torch": Suite("torch_suite", "torch", needs=("expecttest",), processes=True),
     "transformers": Suite(
         "transformers_suite",
         "transformers",
-        '`attn_implementation="ring"` inside `sequence_parallel` as "sdpa" of `ModelTesterMixin`',
         "tests/test_modeling_common.py",
         "eager_matches_sdpa_inference or batching_equivalence or model_outputs_equivalence",
         needs=("parameterized",),
@@ -76,7 +59,6 @@ SUITES = {
     "flash-attention": Suite(
         "flash_attention_suite",
         "torch",
-        "`functional.flash_attn_func` and `flash_attn_varlen_func`: of each test 10 cases of at most 300 tokens, drawn by a seed",
         "tests/test_flash_attn.py",
         "not kvcache and not deterministic and not race",
         needs=("einops",),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch.testing import assert_close
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.hop_db import sample_inputs_flex_attention
+from torch.utils._pytree import tree_map
 
 from ring_attn_torch import MultiheadAttention, functional
 
@@ -42,37 +46,94 @@ MODULES = {
 }
 
 
+DRAWS = 20
+LARGEST = 2.5  # of rounding()
+Case = Callable[[int], tuple[list[Tensor], Callable[[torch.dtype], list[Tensor]]]]
+"""Of a seed: our result and gradients, and the function that computes torch's in a dtype."""
+
+
 @pytest.mark.parametrize("name", SAMPLES)
 def test_functional(name: str) -> None:
-    ours, theirs, sample = SAMPLES[name]
-    qkv, others = (sample.input, *sample.args[:2]), dict(sample.kwargs)
-    others |= dict(zip(("score_mod", "block_mask"), sample.args[2:], strict=False))
-    call = lambda q, k, v: attend(ours, (q, k, v), -2 % q.ndim, **others)
-    assert_close(_gradients(call(*qkv), qkv), _gradients(theirs(*qkv, **others), qkv), **TOLERANCE[qkv[0].dtype])
-    if qkv[0].dtype == torch.float64:
-        assert torch.autograd.gradcheck(call, qkv, fast_mode=True)
+    judge(partial(functional_case, name))
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_multihead_attention(name: str) -> None:
-    """Each rank has a part of the gradients of the weights: their sum is torch's."""
+    judge(partial(module_case, name))
+
+
+def judge(case: Case) -> None:
+    """Compare ours with torch's at torch's tolerance. What is beyond the default one of assert_close must be rounding."""
+    mine, theirs = case(0)
+    dtype = mine[0].dtype
+    expected = theirs(dtype)
+    assert_close(mine, expected, **TOLERANCE[dtype])
+    if any(not torch.allclose(x, y, rtol=1.3e-6, atol=1e-5) for x, y in zip(mine, expected, strict=True)):
+        assert rounding(case) < LARGEST
+
+
+def rounding(case: Case) -> float:
+    """Return our error in float32 over torch's, each a root of mean squares, over draws of weights and cotangents."""
+    ours = torchs = 0.0
+    for seed in range(DRAWS):
+        mine, theirs = case(seed)
+        exact = theirs(torch.float64)
+        ours += _squares(mine, exact)
+        torchs += _squares(theirs(torch.float32), exact)
+    return (ours / torchs) ** 0.5
+
+
+def functional_case(name: str, seed: int) -> tuple[list[Tensor], Any]:
+    ours, function, sample = SAMPLES[name]
+    qkv, others = (sample.input, *sample.args[:2]), dict(sample.kwargs)
+    others |= dict(zip(("score_mod", "block_mask"), sample.args[2:], strict=False))
+    call = lambda q, k, v: attend(ours, (q, k, v), -2 % q.ndim, **others)
+
+    def theirs(dtype: torch.dtype) -> list[Tensor]:
+        arrays, arguments = _cast((qkv, others), dtype)
+        return _gradients(function(*arrays, **arguments), arrays, seed)
+
+    found = _gradients(call(*qkv), qkv, seed)
+    if qkv[0].dtype == torch.float64:
+        assert torch.autograd.gradcheck(call, qkv, fast_mode=True)
+    return found, theirs
+
+
+def module_case(name: str, seed: int) -> tuple[list[Tensor], Any]:
+    """Each rank has a part of the gradients of our weights: their sum is torch's."""
+    torch.manual_seed(seed)
     sample = MODULES[name]
     made, qkv, masks = sample.constructor_input, sample.forward_input.args, dict(sample.forward_input.kwargs)
-    theirs = nn.MultiheadAttention(*made.args, **made.kwargs, dtype=qkv[0].dtype)
+    module = nn.MultiheadAttention(*made.args, **made.kwargs, dtype=qkv[0].dtype)
     ours = MultiheadAttention(*made.args, **made.kwargs, dtype=qkv[0].dtype, layout=LAYOUT)
-    ours.load_state_dict(theirs.state_dict())
+    ours.load_state_dict(module.state_dict())
     queries, keys = len(qkv[0]), len(qkv[1])
     padding = masks.pop("key_padding_mask")
+
+    def theirs(dtype: torch.dtype) -> list[Tensor]:
+        cast = deepcopy(module).to(dtype)
+        arrays, mask, arguments = _cast((qkv, padding, masks), dtype)
+        return _gradients(cast(*arrays, mask, **arguments)[0], arrays, seed, cast)
+
     shards = [Own.apply(x, 0) for x in qkv], None if padding is None else own(padding, 0)
     out = in_place(ours, *shards[0], shards[1], **masks, length=queries, kv_length=keys)[0]
-    found = _gradients(Join.apply(out, 0, queries), qkv, ours)
+    found = _gradients(Join.apply(out, 0, queries), qkv, seed, ours)
     for grad in found[1 + len(qkv) :]:
         dist.all_reduce(grad)
-    assert_close(found, _gradients(theirs(*qkv, padding, **masks)[0], qkv, theirs), **TOLERANCE[out.dtype])
+    return found, theirs
 
 
-def _gradients(out: Tensor, arrays: Any, module: Any = None) -> list[Tensor]:
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    floats = lambda x: isinstance(x, Tensor) and x.is_floating_point()
+    return tree_map(lambda x: x.detach().to(dtype).requires_grad_(x.requires_grad) if floats(x) else x, tree)
+
+
+def _squares(found: list[Tensor], exact: list[Tensor]) -> float:
+    return sum(float((x.detach() - y.detach()).square().sum()) for x, y in zip(found, exact, strict=True))
+
+
+def _gradients(out: Tensor, arrays: Any, seed: int, module: Any = None) -> list[Tensor]:
     """Return out and the gradients of ``arrays`` and of the weights of a module, in the order of their names."""
-    torch.manual_seed(1)
+    torch.manual_seed(seed + 1)
     weights = [weight for _, weight in sorted(module.named_parameters())] if module else []
-    return [out, *torch.autograd.grad(out, [*arrays, *weights], torch.randn_like(out))]
+    return [out, *torch.autograd.grad(out, [*arrays, *weights], torch.randn(out.shape).to(out.dtype))]
