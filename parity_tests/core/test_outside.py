@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from parity_tests.outside import __main__ as runner
 from parity_tests.outside import one, suites
 from parity_tests.outside.__main__ import MARK, describe, earlier, table
 from ring_attn_core.layouts import named
@@ -88,3 +90,12 @@ def test_a_page_keeps_what_earlier_runs_wrote_and_rings_that_say_the_same_share_
         *("", "**jax, ranks: 1, 2**", "", *bias),
     ]
     assert earlier(f"Prose.\n\n{MARK}\n\n{page}\n") == found and earlier("Prose.\n") == {}
+
+
+def test_a_part_of_a_suite_leaves_a_whole_run_that_was_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runner, "BUILD", tmp_path)
+    monkeypatch.setattr(runner, "subprocess", SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=0)))
+    whole = tmp_path / "jax-1.json"
+    whole.write_text('[["a", "passed", ""]]')
+    assert runner.run("jax", None, 1, "words") == [] and whole.is_file()
+    assert runner.run("jax", None, 1, "") == [("a", "passed", "")] and not whole.is_file()
