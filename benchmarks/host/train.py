@@ -1,4 +1,4 @@
-"""Seconds from ``ring-attn train`` to its first step, with an empty kernel cache: starts of Python, imports, data and compilation."""
+"""Seconds from ``ring-attn train`` to its first step with an empty kernel cache: Python, imports, data and compilation."""
 
 from __future__ import annotations
 

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ring_attn_core import causal, sliding_window
+
+from ..support.caches import check_order
 from ..support.losses import exact_loss
 from ..support.models import layer_data
 from ..support.orders import (
@@ -24,7 +27,9 @@ from ..support.orders import (
     loss_data,
     selections,
 )
-from ..support.selection import first, in_each, one_in
+from ..support.selection import first, in_each, one_in, one_of_each
+from ..support.stories import ORDERED as STORIES
+from .framework import library
 
 CASES = [*ORDERED.values()]
 
@@ -61,6 +66,23 @@ def test_a_layer_has_the_same_bits_on_every_ring(framework, rings):
     first, *others = (call(*ring) for ring in rings.items())
     for got in others:
         assert all(got[name].tobytes() == first[name].tobytes() for name in ("out", "dx"))
+
+
+@in_each("story", jax=first(STORIES[:-1], 1, 2), torch=one_of_each(2, STORIES), slow="jax")
+def test_prefill_in_chunks_of_any_size_has_the_bits_of_the_training_forward(framework, story):
+    mask = causal() if story.window is None else sliding_window(story.window)
+    call = partial(framework.ring_attention, mask=mask, layout="contiguous", order="global")
+
+    def forward(*qkv):
+        shards = [framework.array(x, story.dtype) for x in qkv]
+        return framework.over_ring(1, partial(call_with, call, story.features), shards)[0][0]
+
+    check_order(story, framework.play(story), forward)
+
+
+def call_with(call, features, q, k, v, **ring):
+    constants = {name: library(q).asarray(x) if isinstance(x, np.ndarray) else x for name, x in features.items()}
+    return call(q, k, v, **constants, **ring)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -116,5 +138,7 @@ def test_what_cannot_keep_the_order_is_refused_by_name(framework):
     sizes: dict[str, Any] = {"vocab": 5, "dim": 8, "depth": 1, "heads": 2, "order": "global", **framework.ring(1)}
     with pytest.raises(ValueError, match=r'Mamba2 carries a state .* cannot keep order="global"'):
         framework.make("RingTransformer", **sizes, mixers=["mamba2"])
-    with pytest.raises(ValueError, match='prefill and decoding cannot keep order="global"'):
+    with pytest.raises(
+        ValueError, match='decoding adds keys in the order of the ranks, so generation cannot keep order="global"'
+    ):
         framework.make("RingTransformer", **sizes).generate([[1, 2]], 1)

@@ -125,7 +125,7 @@ def test_kernels_of_both_frameworks_compute_the_same_tiles_in_global_order(frame
     for own, slot in ((plan.own_queries, plan.q_slot), (plan.own_keys, plan.k_slot)):
         assert own is not None
         for rank in range(3):
-            ours, theirs = in_jax._tiles(own, jnp.int32(rank), slot), in_torch._tiles(own, rank, slot, torch.device("cpu"))
+            ours, theirs = in_jax.own_tiles(own, jnp.int32(rank), slot), in_torch.own_tiles(own, rank, slot, torch.device("cpu"))
             order, places = theirs.order.numpy(), theirs.places.numpy()
             np.testing.assert_array_equal(np.minimum(ours.order, slot - 1), order)
             np.testing.assert_array_equal(ours.rows, np.array(theirs.rows))

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from ring_attn_core import causal
+from ring_attn_core.cache.checks import check_whole
+from ring_attn_core.cache.spec import CacheSizes, CacheSpec
 from ring_attn_core.kernels import steps
 from ring_attn_core.kernels.call import call_of
 from ring_attn_core.kernels.launch import Launch
@@ -74,3 +76,18 @@ def test_kernels_and_tiles_do_not_depend_on_the_ranks(backend, dim):
     assert "hopper_backward" not in [kernel for kernel, *_ in one], "one pass adds to dq in the order of its programs"
     for ranks, layout in ((2, "zigzag"), (4, "contiguous"), (8, "zigzag"), (8, "striped")):
         assert [shape(each) for each in launches(ranks, layout, backend, dim)] == one
+
+
+@pytest.mark.parametrize(
+    ("order", "length", "dtype", "message"),
+    [
+        ("ring", 9, "float32", 'length=9 goes with order="global": leave it out'),
+        ("global", None, "float32", r'order="global" needs length, .* an int of at least 8, .* got None'),
+        ("global", 7, "float32", "an int of at least 8, .* got 7"),
+        ("global", 9, "float8_e4m3fn", "a float8 cache rounds keys and values, so prefill cannot keep"),
+    ],
+)
+def test_a_prefill_that_cannot_keep_the_order_is_refused(order, length, dtype, message):
+    spec = CacheSpec.of(CacheSizes(1, 2, 16), 1, 8, 1, dtype=dtype)
+    with pytest.raises(ValueError, match=message):
+        check_whole(spec, order, length, 8)

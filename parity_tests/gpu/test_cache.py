@@ -11,7 +11,7 @@ import torch
 from ring_attn_core import causal, sliding_window
 from ring_attn_core.reference.oracle import exact, plain
 from ring_attn_core.reference.tolerance import bound, relative_error
-from ring_attn_torch import CacheSizes, KVCache, prefill
+from ring_attn_torch import CacheSizes, KVCache, prefill, ring_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES = CacheSizes(2, 2, 64)
@@ -76,3 +76,17 @@ def test_chunks_of_a_prompt_are_the_whole_of_it(window):
         error = relative_error(got[row, :length], truth[row, :length])
         assert error <= bound(naive[row, :length], truth[row, :length], "bfloat16")
         assert not got[row, length:].any()
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_chunks_in_global_order_have_the_bits_of_the_training_forward(window):
+    mask, tokens = causal() if window is None else sliding_window(window), 1500
+    q, k, v = (torch.randn(2, tokens, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    options = {"order": "global", "length": tokens}
+    expected = ring_attention(q, k, v, mask=mask, layout="contiguous", **options)
+    cache = KVCache.make(CacheSizes(1, 2, 64), 2, tokens, device="cuda")
+    for first, last in ((0, 1), (1, 700), (700, tokens)):
+        step = cache.prefill_step(last - first, "contiguous")
+        out, cache = prefill(*(x[:, first:last] for x in (q, k, v)), cache, 0, step, window=window, **options)
+        assert torch.equal(out, expected[:, first:last])
+        cache.advance(step)

@@ -58,7 +58,7 @@ def prefilling(story: Story, tokens: int, rows: tuple[int, ...] | None, fresh: b
 
         def of_layer(cache: KVCache, given: Any) -> Any:
             layer, new = given
-            out, cache = prefill(*new, cache=cache, layer=layer, step=step, **story.features)
+            out, cache = prefill(*new, cache=cache, layer=layer, step=step, **story.of_prefill)
             return cache, out
 
         cache, out = lax.scan(of_layer, cache, (jnp.arange(story.layers), new))

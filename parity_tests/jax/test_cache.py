@@ -112,6 +112,7 @@ def prefilled(cache: KVCache, lengths: Any = None, dtype: Any = jnp.float32, **a
         (lambda cache: prefilled(cache, tokens=3), "zigzag over 2 ranks needs an even number"),
         (lambda cache: prefilled(cache, layout="spiral"), "unknown layout 'spiral'"),
         (lambda cache: prefilled(cache, dtype=jnp.bfloat16), "k and v are bfloat16, and a cache of float32 takes float32"),
+        (lambda cache: prefilled(cache, length=9), 'length=9 goes with order="global": leave it out'),
         (lambda cache: prefilled(cache, alibi_slopes=jnp.ones(4)), "alibi_slopes and a request that has tokens already"),
         (lambda cache: prefilled(cache, window=-1), "window must be an int of at least 0"),
         (lambda cache: prefilled(cache, sinks=jnp.zeros(1)), r"sinks must be \[heads\] = \[4\]"),

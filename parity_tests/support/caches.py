@@ -5,7 +5,7 @@ The reference records the numbers of each request's tokens, in order, and the po
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,6 +136,30 @@ class Model:
             sink = np.exp(story.features.get("sinks", np.full(story.heads, -np.inf)).astype(float))[:, None, None]
             out.append(np.einsum("hnt,the->nhe", weights / (weights.sum(-1, keepdims=True) + sink), v))
         return np.stack(out)
+
+
+def check_order(story: Story, played: Sequence[Sequence[dict[str, Any]]], forward: Callable[..., np.ndarray]) -> None:
+    """Assert that prefill gives each token the bits of ``forward(q, k, v)``, of the whole sequence with one layer of the story.
+
+    The tokens that a request does not reach, or has only for a while, are others in ``forward``.
+    """
+    model = Model(story)
+    positions: list[list[tuple[int, int, int, np.ndarray]]] = []
+    assert story.length is not None
+    for (operation, numbers), ranks in zip(story.script(), played, strict=True):
+        model.play(operation, numbers)
+        if isinstance(operation, Prefill):
+            for rank, got in enumerate(ranks):
+                rows = operation.rows or range(len(model.requests))
+                for row, shard, out in zip(rows, story.shard(numbers, rank), got["out"][0], strict=True):
+                    at = {number: p for p, number in enumerate(model.requests[row])}
+                    positions.append([(row, at[n], n, out[i]) for i, n in enumerate(shard) if n != NOTHING])
+    numbers = np.array([[*request, *[NOTHING] * (story.length - len(request))] for request in model.requests])
+    q, k, v = (np.nan_to_num(story.tokens[name][numbers, 0], nan=0.3) for name in "qkv")
+    expected = forward(q, k, v)
+    compared = [(expected[row, p], out) for chunk in positions for row, p, n, out in chunk if numbers[row, p] == n]
+    assert len(compared) > story.length
+    assert all(np.array_equal(a, b) for a, b in compared)
 
 
 def check(story: Story, played: Sequence[Sequence[dict[str, Any]]]) -> float:

@@ -66,6 +66,8 @@ class Story:
     page: int | None = None
     sinks: bool = False
     softcap: float | None = None
+    alibi: bool = False
+    length: int | None = None
 
     def __str__(self) -> str:
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "operations"}
@@ -100,7 +102,13 @@ class Story:
     def features(self) -> dict[str, Any]:
         """The optional arguments of prefill; sinks in float32."""
         sinks = {"sinks": np.linspace(-1, 1, self.heads, dtype=np.float32)} if self.sinks else {}
-        return sinks | ({"softcap": self.softcap} if self.softcap else {})
+        slopes = {"alibi_slopes": 2.0 ** -np.arange(1, self.heads + 1, dtype=np.float32)} if self.alibi else {}
+        return sinks | slopes | ({"softcap": self.softcap} if self.softcap else {})
+
+    @property
+    def of_prefill(self) -> dict[str, Any]:
+        """The optional arguments of prefill, under order="global" if the story has a length."""
+        return self.features | ({} if self.length is None else {"order": "global", "length": self.length})
 
     def script(self) -> list[tuple[Prefill | Append | Call, np.ndarray]]:
         """Return the operations with their new tokens' numbers [requests, tokens], in natural order; NOTHING for padding."""
@@ -166,6 +174,29 @@ FULL = (Prefill(6, (5, 2)), Append(3, ((True, True, True), (True, False, True)))
 
 ONE_REQUEST = (Prefill(0, (3,), rows=(1,)), Append(1, rows=(1,)))
 """A prefill and a step of one of the requests."""
+
+
+IN_ORDER = (
+    Prefill(50, (1, 1), fresh=True),
+    Prefill(50, (7, 0)),
+    Prefill(50, (32, 32)),
+    Append(3, ((True, True, True), (False, True, True))),
+    Call("rollback", ((42, 30),)),
+    Append(1),
+    Prefill(50, (100, 97)),
+    Prefill(50, (7, 7)),
+)
+"""Chunks of 1, 7, 32 and 100 tokens, and tokens of steps between them, in shards of 50 tokens on at least 2 ranks."""
+WHOLE = (Prefill(150, (150, 135), fresh=True),)
+AFTER_A_ROLLBACK = (*WHOLE, Call("rollback", ((140, 20),)), Prefill(50, (10, 90)), Prefill(50, (3,), rows=(1,)))
+ORDERED = [
+    Story(2, IN_ORDER, 300, heads=10, sinks=True, softcap=2.0, layers=1, length=150),
+    Story(4, IN_ORDER, 600, "striped", window=37, room=200, layers=1, length=150, dtype="bfloat16"),
+    Story(1, WHOLE, 150, "contiguous", heads=10, layers=1, length=150),
+    Story(3, AFTER_A_ROLLBACK, 600, "contiguous", alibi=True, layers=1, length=160),
+    Story(2, IN_ORDER, 300, "striped", heads=10, kv_heads=1, layers=1, length=150, dtype="float64"),
+]
+"""Stories under order="global". With 20 or more heads in a batch the backend "blockwise" has tiles of 128 tokens."""
 
 
 def everything(ranks: int, then: Sequence[Prefill | Append] = (), **changes: Any) -> Story:

@@ -29,7 +29,7 @@ def on_rank(group: Group, story: Story) -> list[dict[str, Any]]:
         elif isinstance(operation, Prefill):
             arguments = (operation.tokens, story.layout, operation.lengths)
             step = cache.prefill_step(*arguments, rows=operation.rows, fresh=operation.fresh)
-            features = {name: torch.from_numpy(x) if name == "sinks" else x for name, x in story.features.items()}
+            features = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in story.of_prefill.items()}
             outs = []
             for layer in range(story.layers):
                 new = drawn(story, story.shard(numbers, rank_in(group)), layer)

@@ -83,6 +83,7 @@ def prefilled(cache: KVCache, layout: str | None = "zigzag", heads: int = 4, **a
         (lambda cache: prefilled(cache, None), "expected a step from cache.prefill_step, got one from cache.step"),
         (lambda cache: prefilled(cache, heads=3), "kv heads must divide query heads"),
         (lambda cache: prefilled(cache, window=-1), "window must be an int of at least 0"),
+        (lambda cache: prefilled(cache, order="global", length=7), r'order="global" needs length, .* of at least 8, .* got 7'),
         (lambda cache: prefilled(cache, alibi_slopes=torch.ones(4)), "alibi_slopes and a request that has tokens already"),
         (lambda cache: prefilled(cache, backend="spiral"), "spiral"),
     ],

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 import torch
 
-from ring_attn_core import Ulysses, sliding_window
+from ring_attn_core import Ulysses, causal, sliding_window
 from ring_attn_core.kernels import call as calls
 from ring_attn_core.kernels.tile_sizes import TileConfig
 from ring_attn_core.plan import global_order
 from ring_attn_core.reference.oracle import Attention
+from ring_attn_torch import CacheSizes, KVCache, prefill, ring_attention
 from ring_attn_torch.attend import kernels as fused
 from ring_attn_torch.call import prepare
 
@@ -146,6 +147,31 @@ def test_in_global_order_kernels_have_the_same_bits_on_every_ring(interpreter, c
 def test_in_global_order_kernels_have_the_same_bits_in_balanced_layouts(interpreter):
     rings = [ring for ring in BALANCED_RINGS if ring["ranks"] <= 3]
     check_bits(replace(BALANCED, dtype="float16", heads=2, kv_heads=1), partial(run, interpreter), rings)
+
+
+def prefilled(group: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> bool:
+    """Whether a cache prefilled in three chunks gives the bits of the whole sequence, on one rank."""
+    whole = [torch.from_numpy(x) for x in (q, k, v)]
+    options: dict[str, Any] = {"order": "global", "length": q.shape[1], "backend": "triton"}
+    with (
+        as_on_a_gpu(),
+        patch.object(prepare, "capability", lambda device: 80),
+        patch.object(calls, "choose_tiles", lambda kernel, *_: SMALL[kernel]),
+        patch.object(global_order, "TILE", 32),
+    ):
+        expected = ring_attention(*whole, layout="contiguous", mask=causal(), group=group, **options)
+        cache, outs = KVCache.make(CacheSizes(1, k.shape[2], k.shape[3]), len(q), q.shape[1], dtype="float32", group=group), []
+        for first, last in ((0, 41), (41, 42), (42, q.shape[1])):
+            step = cache.prefill_step(last - first, "contiguous")
+            out, cache = prefill(*(x[:, first:last] for x in whole), cache, 0, step, **options)
+            outs.append(out)
+            cache.advance(step)
+    return torch.equal(torch.cat(outs, 1), expected)
+
+
+def test_prefill_in_global_order_has_the_bits_of_the_kernels(interpreter):
+    q, k, v = (np.random.default_rng(0).standard_normal((2, 101, heads, 16), np.float32) for heads in (4, 2, 2))
+    assert interpreter(1, prefilled, q, k, v) == [True]
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)

@@ -222,8 +222,24 @@ def check_order(order: str) -> None:
     """Raise ValueError if a model is to keep ``order="global"``."""
     if order == "global":
         raise ValueError(
-            'a cache holds keys in the order of the ranks, so generation, prefill and decoding cannot keep order="global": make '
-            'the model with order="ring", of the same weights'
+            'a step of decoding adds keys in the order of the ranks, so generation cannot keep order="global": make the model '
+            'with order="ring", of the same weights. For the attention of a chunk there is prefill(..., order="global")'
+        )
+
+
+def check_whole(spec: CacheSpec, order: str, length: Any, longest: int) -> None:
+    """Raise ValueError if ``length``, the tokens of the whole sequence, does not go with the ``order`` of a prefill.
+    ``longest``: no request is known to have more tokens after the chunk."""
+    if order == "ring":
+        if length is not None:
+            raise ValueError(f'length={in_words(length)} goes with order="global": leave it out')
+        return
+    if spec.float8:
+        raise ValueError('a float8 cache rounds keys and values, so prefill cannot keep order="global": make it in q\'s dtype')
+    if not is_integer(length) or length < longest:
+        raise ValueError(
+            f'order="global" needs length, the tokens of the sequence whose training forward has these bits, an int of at least '
+            f"{longest}, the tokens of a request after this chunk, got {in_words(length)}"
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from ..dropout import rescale, threshold
-from ..plan.global_order import GlobalPlan, OwnRuns
+from ..plan.global_order import GlobalPlan
 from ..plan.ulysses import HeadSplit
 from ..problem.problem import Problem
 from ..records import hashed_once
@@ -161,6 +161,7 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: fr
         names |= {"extents"}  # in a balanced layout the extents hold the mask too, in local indices
     if 0 in problem.q_shape:
         names -= {"dropout_seed"}  # an empty q has no probabilities to drop
+    own_q, own_k = (plan.own_queries, plan.own_keys) if ordered else (None, None)
     return RingCall(
         batch=b,
         seq_local=plan.q_slot if ordered else s * plan.q_shards,
@@ -187,9 +188,5 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: fr
         portable=portable,
         values_in_keys=problem.options.values_in_keys,
         ordered=ordered,
-        own=(_runs_and_tokens(plan.own_queries), _runs_and_tokens(plan.own_keys)) if ordered else (None, None),
+        own=(own_q and own_q.runs_and_tokens, own_k and own_k.runs_and_tokens),
     )
-
-
-def _runs_and_tokens(own: OwnRuns | None) -> tuple[int, int] | None:
-    return None if own is None else (len(own.runs[0]), own.slot * len(own.runs[0]))

@@ -7,6 +7,7 @@ runs of a rank, extended to multiples of ``TILE`` tokens at both ends.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -31,6 +32,11 @@ class OwnRuns(NamedTuple):
     slot: int
     runs: Runs
     rows: tuple[Rows, ...]
+
+    @property
+    def runs_and_tokens(self) -> tuple[int, int]:
+        """Return the number of runs of a rank, and of the tokens in their slots."""
+        return len(self.runs[0]), self.slot * len(self.runs[0])
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,13 @@ class GlobalPlan(JoinedPlan):
         rows = tuple(rows_of(self.q_runs[0], of_rank, self.band, self.q_slot, slot) for of_rank in runs)
         return None if runs[0] == self.k_runs[0] and slot == self.k_slot else OwnRuns(slot, runs, rows)
 
+    def own_at(self, places: Sequence[int]) -> OwnRuns:
+        """Return the runs of one rank that owns the queries at these positions, at least one."""
+        tiles = _merged([(tile, tile + 1) for tile in {place // TILE for place in places}])
+        slot = max(last - first for first, last in tiles)
+        runs = _runs_of([tiles], slot, self.length)
+        return OwnRuns(slot * TILE, runs, (rows_of(runs[0], self.k_runs[0], self.band, slot * TILE, self.k_slot),))
+
     def _own(self, local: int, length: int) -> tuple[int, Runs]:
         """Return the size of a slot and the runs of ``OwnRuns``."""
         found = [[(s // TILE, -(-(s + (n - 1) * stride + 1) // TILE)) for _, n, s, stride in self._runs(rank, local, length) if n]
@@ -101,13 +114,7 @@ class GlobalPlan(JoinedPlan):
             found = [_merged(tiles) for tiles in found]
             slot = -(-max(sum(last - first for first, last in tiles) for tiles in found) // CUTS) or 1
             found = [[(at, min(at + slot, last)) for first, last in tiles for at in range(first, last, slot)] for tiles in found]
-        most = max(1, *map(len, found))
-        runs = []
-        for tiles in found:
-            padded = [*tiles, *[(0, 0)] * (most - len(tiles))]
-            ends = [(first * TILE, min(last * TILE, length)) for first, last in padded]
-            runs.append(tuple((i * slot * TILE, end - start, start, 1) for i, (start, end) in enumerate(ends)))
-        return slot * TILE, tuple(runs)
+        return slot * TILE, _runs_of(found, slot, length)
 
     def _places(self, local: int) -> Any:
         import numpy as np
@@ -118,6 +125,17 @@ class GlobalPlan(JoinedPlan):
             else np.concatenate([run.positions() for run in named(self.order)(rank, self.ranks, local)])
         )
         return np.array([of_rank(rank) for rank in range(self.ranks)], np.int32)
+
+
+def _runs_of(found: Sequence[Sequence[tuple[int, int]]], slot: int, length: int) -> Runs:
+    """Return the runs of ``OwnRuns`` from each rank's ranges (first, last) of at most ``slot`` tiles."""
+    most = max(1, *map(len, found))
+    runs = []
+    for tiles in found:
+        padded = [*tiles, *[(0, 0)] * (most - len(tiles))]
+        ends = [(first * TILE, min(last * TILE, length)) for first, last in padded]
+        runs.append(tuple((i * slot * TILE, end - start, start, 1) for i, (start, end) in enumerate(ends)))
+    return tuple(runs)
 
 
 def _merged(tiles: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -20,6 +20,7 @@ from ..call.autograd import OpInputs, round_the_ring
 from ..call.decide import compile_call
 from ..call.prepare import Arrays, problem_of
 from .cache import KVCache
+from .global_order import in_global_order
 from .scales import restored
 from .step import DecodeStep, shards
 
@@ -41,6 +42,8 @@ def prefill(
     sinks: Float[Array, " heads"] | None = None,
     alibi_slopes: Float[Array, " heads"] | None = None,
     strategy: str = "auto",
+    order: str = "ring",
+    length: int | None = None,
     backend: str = "auto",
 ) -> tuple[jax.Array, KVCache]:
     """Compute causal attention of this rank's shard of a chunk over the chunk and the cache. Append the shard's k and v.
@@ -53,15 +56,18 @@ def prefill(
     gather the chunk's q, which is small beside the cache, and each attends to its part of the cache. An all-to-all returns each
     (out, lse) to the rank of its queries, where the pairs are merged in rank order. If ``step.fresh``, attention skips the cache.
 
-    ``window``: the number of positions before its own that a query sees; None: the window of the cache. ``alibi_slopes`` need
-    ``step.fresh``. Other arguments: see ``ring_attention``.
+    ``window``: the number of positions before its own that a query sees; None: the window of the cache. ``order``: with "global"
+    out has the bits of ``ring_attention(..., order="global")`` over a sequence of ``length`` tokens, in chunks of any size; all
+    ranks gather all cached keys (``docs/order.md``), and out is NaN at positions from ``length`` on. In ``order="ring"``
+    ``alibi_slopes`` need ``step.fresh``. Other arguments: see ``ring_attention``.
 
     Return out [batch, seq_local, heads, v_dim] in q's dtype, 0 for padding, and the cache with the layer's new k and v, as from
     ``cache.append``. Raise ValueError at trace time if an argument does not fit. For inference: not differentiable.
     """
     window = checks.check_window(cache.spec, window)
     checks.check_chunk(step.layout)
-    if alibi_slopes is not None and not step.fresh:
+    checks.check_whole(cache.spec, order, length, 0 if step.ragged else step.length)
+    if order == "ring" and alibi_slopes is not None and not step.fresh:
         raise ValueError(
             "alibi_slopes and a request that has tokens already: what is cached lies in no order that ALiBi could count in. "
             "Prefill such a prompt whole, into empty requests, with fresh=True"
@@ -69,14 +75,18 @@ def prefill(
     checks.check_new(cache.spec, (len(step.chunk), step.tokens), (k.shape, v.shape), (str(k.dtype), str(v.dtype)))
     arrays = Arrays(None, step.positions >= 0 if step.ragged else None, sinks, alibi_slopes)
     options = Options(
-        layout=step.layout,  # type: ignore[arg-type]  # checked above
+        layout=step.layout if order == "ring" else "contiguous",  # type: ignore[arg-type]  # checked above
         mask=causal() if window is None else sliding_window(window),
-        length=step.length,
+        length=step.length if length is None else length,
         scale=scale,
         softcap=softcap,
         strategy=strategy,
+        order=order,
         backend=backend,
     )
+    if order == "global":
+        out, new = in_global_order(q, (k, v), cache, layer, step, arrays._replace(key_mask=None), options)
+        return out, cache.append(layer, *new, step)
     decision = compile_call(problem_of(q, k, v, arrays, ring_size(cache.axis_name), options), any_position=False)
     total = None
     new = k, v

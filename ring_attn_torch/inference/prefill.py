@@ -24,6 +24,7 @@ from ..ring.agreement import same_error
 from ..ring.groups import Group, group_name, rank_in, ranks_of
 from ..ring.halo import all_gather
 from .cache import KVCache
+from .global_order import in_global_order
 from .scales import restored
 from .step import DecodeStep, shards
 
@@ -45,6 +46,8 @@ def prefill(
     sinks: Float[Tensor, " heads"] | None = None,
     alibi_slopes: Float[Tensor, " heads"] | None = None,
     strategy: str = "auto",
+    order: str = "ring",
+    length: int | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, KVCache]:
     """Compute causal attention of this rank's shard of a chunk over the chunk and the cache. Append the shard's k and v.
@@ -57,12 +60,13 @@ def prefill(
     gather the chunk's q, which is small beside the cache, and each attends to its part of the cache. An all-to-all returns each
     (out, lse) to the rank of its queries, where the pairs are merged in rank order. If ``step.fresh``, attention skips the cache.
 
-    ``window``: the number of positions before its own that a query sees; None: the window of the cache. For the other arguments
-    see ``ring_attention``.
+    ``window``: the number of positions before its own that a query sees; None: the window of the cache. ``order``: with "global"
+    out has the bits of ``ring_attention(..., order="global")`` over a sequence of ``length`` tokens, in chunks of any size; all
+    ranks gather all cached keys (``docs/order.md``). For the other arguments see ``ring_attention``.
 
     Return out [batch, seq_local, heads, v_dim] in q's dtype, 0 for padding, and the cache with the layer's new k and v, as from
-    ``cache.append``. Raise ValueError before any array is sent if the arguments do not fit, or if ``alibi_slopes`` are
-    passed and a request has cached tokens. For inference: not differentiable.
+    ``cache.append``. Raise ValueError before any array is sent if the arguments do not fit, or in ``order="ring"`` if
+    ``alibi_slopes`` are passed and a request has cached tokens. For inference: not differentiable.
     """
     ring = cache.ring
     of_ring = OpCall(Options(), group_name(cache.group))
@@ -73,19 +77,24 @@ def prefill(
         check_tensors(q, k, v, arrays, of_ring.group)
         _check(q, k, v, cache, layer, step)
         options = Options(
-            layout=step.layout,  # type: ignore[arg-type]  # checked above
+            layout=step.layout if order == "ring" else "contiguous",  # type: ignore[arg-type]  # checked above
             mask=causal() if window is None else sliding_window(window),
-            length=step.length,
+            length=step.length if length is None else length,
             scale=scale,
             softcap=softcap,
             strategy=strategy,
+            order=order,
             backend=backend,
         )
-        if alibi_slopes is not None and not step.fresh:
+        checks.check_whole(cache.spec, order, length, int(step.lengths.max()) if order == "global" else 0)
+        if order == "ring" and alibi_slopes is not None and not step.fresh:
             raise ValueError(
                 "alibi_slopes and a request that has tokens already: what is cached lies in no order that ALiBi could count in. "
                 "Prefill such a prompt whole, into empty requests"
             )
+    if order == "global":
+        out = in_global_order(q, (k, v), cache, layer, step, arrays._replace(key_mask=None), options)
+        return out, cache.append(layer, k, v, step)
     decide(problem_of(q, k, v, arrays, ranks_of(ring), options), arrays, ring, q.device)
     total = None if step.fresh else _over_cached(q, cache, layer, step, options)
     if total is not None and sinks is not None:

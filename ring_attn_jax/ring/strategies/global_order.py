@@ -93,7 +93,7 @@ def _tokens(ring: Ring) -> tuple[_Tokens, _Tokens]:
     def of(places: np.ndarray, length: int, slot: int, own: OwnRuns | None) -> _Tokens:
         sorts = places.reshape(-1).argsort()[:slot]
         order = None if np.array_equal(sorts, np.arange(places.size)) else jnp.asarray(sorts, jnp.int32)
-        tiles = None if own is None else _tiles(own, rank, slot)
+        tiles = None if own is None else own_tiles(own, rank, slot)
         return _Tokens(order, jnp.asarray(places)[rank], length, slot, tiles)
 
     return (
@@ -102,7 +102,7 @@ def _tokens(ring: Ring) -> tuple[_Tokens, _Tokens]:
     )
 
 
-def _tiles(own: OwnRuns, rank: jax.Array, slot: int) -> OwnTiles:
+def own_tiles(own: OwnRuns, rank: jax.Array, slot: int) -> OwnTiles:
     """Return the indices of this rank's tiles in arrays of ``slot`` tokens."""
     bases, lengths, starts, _ = jnp.asarray(own.runs, jnp.int32)[rank].T[..., None]
     at = jnp.arange(slot, dtype=jnp.int32)

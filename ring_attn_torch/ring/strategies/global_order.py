@@ -100,12 +100,12 @@ def _tokens_of(plan: GlobalPlan, rank: int, device: torch.device) -> tuple[_Toke
         sorts, mine = places.reshape(-1).argsort()[:slot], torch.from_numpy(places[rank]).long()
         order = None if np.array_equal(sorts, np.arange(places.size)) else torch.from_numpy(sorts).to(device)
         blank = (mine >= length)[:, None, None]
-        tiles = None if runs is None else _tiles(runs, rank, slot, device)
+        tiles = None if runs is None else own_tiles(runs, rank, slot, device)
         found.append(_Tokens(order, own, mine.clamp(max=slot - 1).to(device), blank.to(device), tiles))
     return found[0], found[1]
 
 
-def _tiles(runs: OwnRuns, rank: int, slot: int, device: torch.device) -> OwnTiles:
+def own_tiles(runs: OwnRuns, rank: int, slot: int, device: torch.device) -> OwnTiles:
     """Return the indices of this rank's tiles in arrays of ``slot`` tokens."""
     starts = torch.tensor([start for _, _, start, _ in runs.runs[rank]])
     order = (starts[:, None] + torch.arange(runs.slot)).flatten().clamp(max=slot - 1)
