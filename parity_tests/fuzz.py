@@ -24,7 +24,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from ring_attn_core import LAYOUTS, causal, full, sliding_window
+from ring_attn_core import LAYOUTS, Gather, causal, full, sliding_window
 from ring_attn_core.reference.oracle import Attention
 from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF
 
@@ -75,7 +75,7 @@ def problems(draw: Callable[[st.SearchStrategy[Any]], Any], trees: bool = False)
         seed=draw(integers(-(2**63), 2**63 - 1)),
         poison=draw(st.booleans()),
         values_in_keys=values_in_keys,
-        strategy=draw(st.sampled_from(("auto", "auto", "auto", *STRATEGIES.values()))),
+        strategy=draw(st.sampled_from(("auto", "auto", "auto", *STRATEGIES.values(), Gather(groups=kv_heads)))),
     )
     return fitted(case)
 

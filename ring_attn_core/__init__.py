@@ -6,6 +6,7 @@ It imports only the standard library. Other packages (numpy, triton, jinja2, pya
 from .layouts import LAYOUTS
 from .masks import MASKS, causal, full, sliding_window
 from .plan.batches import plan_batches
+from .plan.joined import Gather
 from .plan.ring import RingPlan
 from .plan.two_level import TwoLevel
 from .plan.ulysses import Ulysses
@@ -16,6 +17,7 @@ __all__ = [
     "LAYOUTS",
     "MASKS",
     "Band",
+    "Gather",
     "RingPlan",
     "Run",
     "TwoLevel",

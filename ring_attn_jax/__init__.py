@@ -4,7 +4,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ring_attn_core import Band, RingPlan, Run, TwoLevel, Ulysses, causal, full, plan_batches, sliding_window
+from ring_attn_core import Band, Gather, RingPlan, Run, TwoLevel, Ulysses, causal, full, plan_batches, sliding_window
 from ring_attn_core.cache.spec import CacheSizes
 from ring_attn_core.data.rollouts import Rollouts
 from ring_attn_core.data.trees import TreeExtents
@@ -69,6 +69,7 @@ __all__ = [
     "Checkpoints",
     "DilatedRingAttention",
     "GatedDeltaNet",
+    "Gather",
     "KVCache",
     "Llama3",
     "Mamba2",

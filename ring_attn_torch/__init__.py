@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from ring_attn_core import Band, RingPlan, Run, TwoLevel, Ulysses, causal, full, plan_batches, sliding_window
+from ring_attn_core import Band, Gather, RingPlan, Run, TwoLevel, Ulysses, causal, full, plan_batches, sliding_window
 from ring_attn_core.cache.spec import CacheSizes
 from ring_attn_core.data.rollouts import Rollouts
 from ring_attn_core.data.trees import TreeExtents
@@ -65,6 +65,7 @@ __all__ = [
     "DilatedAttention",
     "DilatedRingAttention",
     "GatedDeltaNet",
+    "Gather",
     "KVCache",
     "Llama3",
     "Mamba2",

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ring_attn_core import Band, RingPlan, causal, full, sliding_window
+from ring_attn_core import Band, Gather, RingPlan, causal, full, sliding_window
 from ring_attn_core.plan.balanced import BalancedLayout, balanced_layout
 from ring_attn_core.plan.two_level import TwoLevel
 from ring_attn_core.problem.strategies import STRATEGIES, Strategy, objection
@@ -14,7 +14,9 @@ from ring_attn_core.problem.strategies import STRATEGIES, Strategy, objection
 MASKS = ("causal", "full", "window", "documents")
 LAYOUTS = ("zigzag", "balanced", "contiguous", "striped")
 TRAVELLING: dict[str, Strategy] = {
-    name: TwoLevel(ranks=2) if name == "two_level" else name for name in STRATEGIES if name != "auto"
+    **{name: name for name in STRATEGIES if name not in ("auto", "two_level")},
+    "two_level": TwoLevel(ranks=2),
+    **{str(record): record for record in (Gather(groups=2), Gather(groups=4))},
 }
 """The strategies by name, measured where they can run the call. "two_level" treats two GPUs as a host."""
 STILL = "ring without transfers"
@@ -92,7 +94,7 @@ class Problem(NamedTuple):
 
     def strategies(self, call: Call, ranks: int, memory: bool) -> dict[str, Strategy]:
         """Return the chosen strategies that can run the call, by name. ``memory``: GPUs whose memory PyTorch shares."""
-        fits = lambda name: objection(TRAVELLING[name], ranks, call.heads) is None and (memory or name != "push")
+        fits = lambda name: objection(TRAVELLING[name], ranks, call.heads, call.kv_heads) is None and (memory or name != "push")
         return {name: TRAVELLING[name] for name in self.strategy if fits(name)}
 
 

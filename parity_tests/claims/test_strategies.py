@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ring_attn_core import Ulysses
+from ring_attn_core import Gather, Ulysses
 from ring_attn_core.reference.tolerance import relative_error
 
 from ..core.test_order import LAYOUTS, plan_of
@@ -19,7 +19,7 @@ from ..support.balanced import DIRECT_CASES
 from ..support.cases import Case, check, check_future_unseen, check_same
 from ..support.models import assert_near, layer_data, layer_weights
 from ..support.selection import first, in_each, one_in, one_of_each
-from ..support.strategies import COMBINED, EACH, ONE_EACH, PAIRS, SHARED, STRATEGIES
+from ..support.strategies import BY_HEADS, COMBINED, EACH, ONE_EACH, PAIRS, SHARED, STRATEGIES
 from .framework import check_agree
 
 COARSE = (8, 6)
@@ -56,6 +56,20 @@ def test_every_feature_at_once_is_exact_and_hides_nan(framework, case):
 @in_each("case", jax=first([SHARED[i] for i in (1, 0, 3, 2, 4)], 0, 3), torch=SHARED, slow="jax")
 def test_key_heads_that_ranks_share_are_exact(framework, case):
     check(case, framework.attention(case))
+
+
+@in_each("case", jax=first(BY_HEADS, 1), torch=first(BY_HEADS, len(BY_HEADS) - 1), slow="jax")
+def test_groups_of_heads_are_exact_with_every_feature(framework, case):
+    check(case, framework.attention(case))
+
+
+@in_each("groups", jax=first([4, 2], 0), torch=[2, 4])
+def test_groups_of_heads_change_no_bit_where_tiles_fill_the_vectors_of_a_cpu(framework, groups):
+    """In JAX dq and dk pass through a matrix product that XLA compiles by the number of its heads."""
+    case = Case(heads=8, kv_heads=4, length=128, tiles=(16, 16), alibi=True, sinks=True, dropout_rate=0.3, key_mask="random")
+    whole, parts = (framework.attention(replace(case, strategy=each)) for each in ("gather", Gather(groups=groups)))
+    for name in ("out", "lse", "dv", *(("dq", "dk") if framework.name == "torch" else ())):
+        np.testing.assert_array_equal(getattr(parts, name), getattr(whole, name), err_msg=name)
 
 
 @in_each("strategy", jax=first(LAST_FIRST, 0, 2), torch=LAST_FIRST, slow="jax")
@@ -95,7 +109,7 @@ def test_a_layer_is_the_same_under_every_strategy(framework, strategy):
 def test_one_rank_computes_as_ever(framework):
     q, k, v = (framework.array(x) for x in np.random.default_rng(0).standard_normal((3, 2, 6, 4, 8), np.float32))
     attend = framework.alone("ring_attention")
-    for strategy in ("gather", "ulysses", Ulysses(ranks=1)):
+    for strategy in ("gather", "ulysses", Ulysses(ranks=1), Gather(groups=4)):
         assert (attend(q, k, v, strategy=strategy) == attend(q, k, v)).all()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ring_attn_core import LAYOUTS, Band, RingPlan, TwoLevel, Ulysses, full, sliding_window
+from ring_attn_core import LAYOUTS, Band, Gather, RingPlan, TwoLevel, Ulysses, full, sliding_window
 from ring_attn_core.kernels.call import call_of
 from ring_attn_core.plan.joined import JoinedPlan
 from ring_attn_core.plan.ulysses import HeadSplit
@@ -100,11 +100,13 @@ def test_a_strategy_that_cannot_keep_the_global_order_is_refused(strategy):
         ValueError, match=f'{re.escape(repr(strategy))} adds keys .*order="global": pass strategy="gather" or "auto"'
     ):
         Options(strategy=strategy, order="global")
+    with pytest.raises(ValueError, match=r'Gather\(groups=2\) gathers keys by groups .*: pass strategy="gather" or "auto"'):
+        Options(strategy=Gather(groups=2), order="global")
     with pytest.raises(ValueError, match=r"order must be .*, got 'any'"):
         Options(order="any")
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, Ulysses(ranks=4)])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, Ulysses(ranks=4), Gather(groups=4)])
 def test_options_with_a_strategy_are_read_back_from_their_text(strategy):
     options = Options(strategy=strategy)
     assert Options.read(options.text, options.counts) == options
@@ -141,14 +143,16 @@ def test_every_option_of_a_call_is_read_back_from_its_text_and_counts():
         (Ulysses(ranks=2), 4, 3, "3 query heads cannot be dealt evenly to 2 ranks"),
         (Ulysses(ranks=3), 4, 6, "groups of 3 ranks do not divide a ring of 4"),
         (TwoLevel(ranks=3), 4, 6, "hosts of 3 ranks do not divide a ring of 4"),
+        (Gather(groups=3), 4, 6, "8 key heads cannot be cut into 3 equal groups; Gather"),
+        (Gather(groups=16), 1, 16, "8 key heads cannot be cut into 16 equal groups; Gather"),
         ("two_level", 4, 4, "how many ranks a host has is not known"),
     ],
 )
 def test_a_strategy_that_does_not_divide_the_ring_or_the_heads_is_refused(strategy, ranks, heads, why):
     with pytest.raises(ValueError, match=why):
-        check_fit(strategy, ranks, heads)
-    for fitting in ("ring", "ulysses", Ulysses(ranks=2), TwoLevel(ranks=2)):
-        check_fit(fitting, 4, 8)
+        check_fit(strategy, ranks, heads, 8)
+    for fitting in ("ring", "ulysses", Ulysses(ranks=2), TwoLevel(ranks=2), Gather(groups=2), Gather(groups=8)):
+        check_fit(fitting, 4, 8, 8)
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "xpu"])
@@ -180,6 +184,9 @@ def test_a_group_of_no_number_of_ranks_is_refused(ranks: Any):
         Ulysses(ranks=ranks)
     assert Ulysses(ranks=np.int64(3)) == Ulysses(ranks=3)
     check_strategy(Ulysses(ranks=3))
+    with pytest.raises(ValueError, match=r"Gather\(groups=...\) is the number of groups of key heads, at least 1, got"):
+        Gather(groups=ranks)
+    assert Gather(groups=np.int64(3)) == Gather(groups=3)
 
 
 @pytest.mark.parametrize("strategy", ["telepathy", None, ""])
@@ -196,6 +203,8 @@ def test_the_kernels_get_the_sizes_of_joined_shards():
     call = call_of(with_strategy("gather"), "triton")
     assert (call.seq_local, call.kv_local, call.heads, call.kv_heads, call.q_runs, call.k_runs) == (16, 64, 8, 2, 2, 8)
     assert call.packed
+    call = call_of(with_strategy(Gather(groups=2)), "triton")
+    assert (call.seq_local, call.kv_local, call.heads, call.kv_heads, call.q_runs, call.k_runs) == (16, 64, 4, 1, 2, 8)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])

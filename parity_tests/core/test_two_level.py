@@ -112,4 +112,4 @@ def test_a_host_of_no_number_of_ranks_is_refused(ranks: Any):
 )
 def test_hosts_that_do_not_divide_the_ring_are_refused(strategy, message):
     with pytest.raises(ValueError, match=message):
-        check_fit(strategy, 4, 8)
+        check_fit(strategy, 4, 8, 8)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from math import prod
@@ -20,7 +21,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 
-from ring_attn_core import TwoLevel, Ulysses, full, sliding_window
+from ring_attn_core import Gather, TwoLevel, Ulysses, full, sliding_window
 from ring_attn_core.problem.traffic import traffic
 from ring_attn_core.reference.tolerance import relative_error
 from ring_attn_jax import (
@@ -31,7 +32,7 @@ from ring_attn_jax import (
 
 from ..support.cases import Case, check_same
 from ..support.selection import first, one_of_each
-from ..support.strategies import EACH, ONE_EACH, SHARED, STRATEGIES, problem_of
+from ..support.strategies import BY_HEADS, EACH, ONE_EACH, SHARED, STRATEGIES, fitted, problem_of
 from .ring import hops_tied_to_steps, mesh_of, program, run, whole
 
 LAST_FIRST = dict(reversed(STRATEGIES.items()))
@@ -39,6 +40,7 @@ OTHERS = [case for case in EACH if case not in ONE_EACH]
 TRAVELS = [
     *ONE_EACH,
     *SHARED,
+    *BY_HEADS[:2],
     *(Case("contiguous", strategy=strategy, mask=sliding_window(3), ranks=8, heads=8) for strategy in STRATEGIES.values()),
     *(Case("contiguous", strategy=strategy, mask=sliding_window(0)) for strategy in STRATEGIES.values()),
     Case(order="global", extents="documents", key_mask="random", v_dim=7),
@@ -85,7 +87,7 @@ def sent(jaxpr: Any, ranks: int, rank: int) -> Iterator[int]:
 
 @pytest.mark.parametrize("strategy", first(STRATEGIES.values(), 0, 2), ids=STRATEGIES)
 def test_ten_runs_give_the_same_bits(strategy):
-    case = Case(strategy=strategy, kv_heads=1, sinks=True)
+    case = fitted(Case(strategy=strategy, kv_heads=1, sinks=True))
     results = [run.__wrapped__(case) for _ in range(10)]
     for again in results[1:]:
         check_same(again, results[0])
@@ -96,7 +98,7 @@ def test_ten_runs_give_the_same_bits(strategy):
 @pytest.mark.parametrize("strategy", first(["ring", *STRATEGIES.values()]), ids=["ring", *STRATEGIES])
 @pytest.mark.parametrize("delays", first([2, 100], 1, 1, "campaign"))
 def test_ranks_that_are_late_at_random_give_the_same_bits(strategy, delays):
-    case = Case(strategy=strategy, kv_heads=1, sinks=True)
+    case = fitted(Case(strategy=strategy, kv_heads=1, sinks=True))
     expected, waits, draw = run(case), [], random.Random(0)
     program.cache_clear()
     try:
@@ -183,6 +185,7 @@ def test_both_ways_wait_for_each_step_before_the_next_hop():
     [
         ("ulysses", 8, "strategy='ulysses' cannot run this: 4 query heads cannot be dealt evenly to 8 ranks"),
         (Ulysses(ranks=2), 3, r"strategy=Ulysses\(ranks=2\) cannot run this: groups of 2 ranks do not divide a ring of 3"),
+        (Gather(groups=4), 2, r"strategy=Gather\(groups=4\) cannot run this: 2 key heads cannot be cut into 4 equal groups"),
     ],
 )
 def test_a_strategy_that_cannot_run_a_call_is_refused(strategy, ranks, message):
@@ -197,3 +200,33 @@ def test_vmap_maps_every_strategy(strategy):
     mapped = jax.jit(jax.vmap(ring))(*inputs)
     expected = ring(*(x[1] for x in inputs))
     assert relative_error(np.asarray(mapped[1]), np.asarray(expected)) <= 1e-6
+
+
+def test_keys_of_a_group_of_heads_wait_for_the_step_before_the_last_one_only():
+    """So those of the next group travel beside a step, and a rank holds two groups. No gradients wait for a later step."""
+    ring = partial(sharded_ring_attention, mesh=mesh_of(4), layout="striped", strategy=Gather(groups=4))
+    text = gradients(ring).lower(*arrays(kv_heads=4)).as_text()
+    found = {name: list(awaited(text, name)) for name in ("all_gather", "all_to_all")}
+    forward, backward = found["all_gather"][:4], found["all_gather"][4:]
+    assert [each.get("attend", 0) for each in forward] == [0, 0, 1, 1]
+    assert [each.get("attend_backward", 0) for each in backward] == [0, 0, 1, 2]
+    assert [each.get("all_to_all", 0) for each in backward] == [0, 0, 0, 1]
+    assert [each["attend_backward"] for each in found["all_to_all"]] == [1, 2, 2, 3]
+
+
+def awaited(text: str, name: str) -> Iterator[Counter[str]]:
+    """Yield for each collective of this name in a lowered program how many steps and exchanges of its function it waits for."""
+    before: dict[str, set[str]] = {}
+    kinds: dict[str, str] = {}
+    for line in text.splitlines():
+        if "func.func" in line:
+            before, kinds = {}, {}
+        if (made := re.match(r" *(%\w+)(?::\d+)? = (.*)", line)) is None:
+            continue
+        result, operation = made.groups()
+        operands = re.findall(r"%\w+", operation)
+        before[result] = set(operands).union(*(before.get(x, ()) for x in operands))
+        if (kind := re.search(r"@(attend\w*)\(|stablehlo\.(all_to_all)", operation)) is not None:
+            kinds[result] = kind[1] or kind[2]
+        if f"stablehlo.{name}" in operation:
+            yield Counter(kinds[x] for x in before[result] if x in kinds)

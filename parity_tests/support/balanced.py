@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ring_attn_core import TwoLevel, Ulysses, causal, full, sliding_window
+from ring_attn_core import Gather, TwoLevel, Ulysses, causal, full, sliding_window
 from ring_attn_core.data.balanced_trees import balanced_tree_layout
 from ring_attn_core.data.trees import tree_extents
 from ring_attn_core.plan.balanced import balanced_layout, layout_of_ids
@@ -45,6 +45,8 @@ JOINED_CASES = [
     case_of(4, 1, mask=full(), key_extents="tree", strategy="gather"),
     case_of(4, mask=causal(), extents="documents", strategy="ulysses", poison=True),
     case_of(3, 3, mask=sliding_window(9), extents="documents", key_mask="random", strategy="gather"),
+    case_of(3, 1, extents="documents", key_mask="random", strategy=Gather(groups=2), sinks=True, dropout_rate=0.3),
+    case_of(2, 2, mask=full(), key_extents="tree", strategy=Gather(groups=4), kv_heads=4, dtype="bfloat16"),
 ]
 """Cases of strategies that join the shards of several ranks."""
 

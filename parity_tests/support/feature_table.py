@@ -77,7 +77,7 @@ FEATURES = [
         tests="test_ring::test_nan_that_nobody_may_see_changes_no_bit",
     ),
     Feature(
-        '`strategy`: `"ring"`, `"direct"`, `"two_way"`, `"gather"`, `"ulysses"`, `TwoLevel`',
+        '`strategy`: `"ring"`, `"direct"`, `"two_way"`, `"gather"`, `Gather`, `"ulysses"`, `TwoLevel`',
         tests="test_strategies::test_every_feature_at_once_is_exact_and_hides_nan",
     ),
     Feature(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ring_attn_core import TwoLevel, Ulysses, causal, sliding_window
+from ring_attn_core import Gather, TwoLevel, Ulysses, causal, full, sliding_window
 from ring_attn_core.problem.checks import OptionalArray
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
@@ -21,12 +21,16 @@ STRATEGIES: dict[str, Strategy] = {
     "ulysses": "ulysses",
     "in pairs": Ulysses(ranks=2),
     "two_level": TwoLevel(ranks=2),
+    "by heads": Gather(groups=2),
 }
 """The strategies besides the ring, which all other tests run, by a name for tests."""
 
 
 def fitted(case: Case) -> Case:
-    """Return ``case`` with numbers of ranks and of query heads that its strategy accepts."""
+    """Return ``case`` with numbers of ranks and of heads that its strategy accepts."""
+    if isinstance(case.strategy, Gather):
+        groups = 1 if case.kv_heads % case.strategy.groups == 0 else case.strategy.groups
+        return replace(case, heads=case.heads * groups, kv_heads=case.kv_heads * groups)
     size = case.ranks if case.strategy == "ulysses" else 1
     if not isinstance(case.strategy, str):
         case = replace(case, ranks=-(-case.ranks // case.strategy.ranks) * case.strategy.ranks)
@@ -62,6 +66,18 @@ SHARED = [
 ]
 """Key heads that are shared by ranks, or that do not divide them."""
 
+BY_HEADS = [
+    Case("striped", ranks=3, strategy=Gather(groups=2), sinks=True, alibi=True, dropout_rate=0.3, softcap=2.0,
+         extents="documents", key_mask="random", batch=1),
+    Case("contiguous", ranks=2, heads=8, kv_heads=4, strategy=Gather(groups=4), key_extents="any", v_dim=7, dtype="bfloat16"),
+    Case(mask=full(), kv_heads=4, strategy=Gather(groups=4), kv_length=61, batch=1, sinks=True, dtype="float16"),
+    Case(mask=sliding_window(9), heads=6, kv_heads=6, strategy=Gather(groups=3), extents="any", poison=True, batch=1),
+    Case(head_dim=24, v_dim=16, strategy=Gather(groups=2), sinks=True, alibi=True, values_in_keys=True, ranks=2),
+    Case(ranks=1, strategy=Gather(groups=2), dropout_rate=0.3, sinks=True),
+    Case(dtype="float64", heads=8, strategy=Gather(groups=2), softcap=2.0, alibi=True),
+    Case("striped", ranks=8, length=61, heads=12, kv_heads=6, strategy=Gather(groups=6), key_mask="shard", dropout_rate=0.3),
+]  # fmt: skip
+"""Keys gathered by groups of heads, with every feature, on 1 to 4 ranks and on 8, without rest of the heads."""
 
 SLICED = [
     Case("zigzag", sliding_window(5), 4, length=61, kv_heads=1, sinks=True, key_mask="random", strategy="direct"),

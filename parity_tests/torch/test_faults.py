@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.plan.step_names import place_name
-from ring_attn_torch import TwoLevel, Ulysses, full, ring_attention
+from ring_attn_torch import Gather, TwoLevel, Ulysses, full, ring_attention
 from ring_attn_torch.attend.blockwise import Blockwise
 from ring_attn_torch.ring import collectives, loop, transfer
 from ring_attn_torch.ring.step import Ring
@@ -42,6 +42,7 @@ STRATEGIES = {
     "ulysses": ("ulysses", 1),
     "in pairs": (Ulysses(ranks=2), 2),
     "two_level": (TwoLevel(ranks=2), 4),
+    "by heads": (Gather(groups=2), 2),
 }
 """Each strategy and the number of its steps on four ranks."""
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from ring_attn_core import Ulysses, causal, sliding_window
+from ring_attn_core import Gather, Ulysses, causal, sliding_window
 from ring_attn_core.kernels import call as calls
 from ring_attn_core.kernels.tile_sizes import TileConfig
 from ring_attn_core.plan import global_order
@@ -50,6 +50,9 @@ STRATEGIC = [
     Case(strategy="direct", mask=sliding_window(5), ranks=3, heads=2, length=48, batch=1),
     Case(strategy="ulysses", ranks=2, heads=2, kv_heads=1, batch=1, dtype="float16", sinks=True),
     Case(strategy="gather", ranks=3, heads=2, kv_heads=1, batch=1, dtype="float16", key_mask="random"),
+    Case(
+        strategy=Gather(groups=2), ranks=2, batch=1, length=33, dtype="bfloat16", key_mask="random", sinks=True, dropout_rate=0.3
+    ),
     Case(strategy="two_way", ranks=3, heads=2, batch=1, dtype="float16"),
     *(replace(case, ranks=2, batch=1) for case in EACH),
     Case(strategy=Ulysses(ranks=2), heads=2, length=48, batch=1, extents="documents", alibi=True),

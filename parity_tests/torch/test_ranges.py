@@ -8,11 +8,11 @@ from unittest.mock import patch
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ring_attn_torch import ring_attention
+from ring_attn_torch import Gather, ring_attention
 from ring_attn_torch.ring import loop
 
 
-def names_of(group: Any, strategy: str) -> list[str]:
+def names_of(group: Any, strategy: Any) -> list[str]:
     """Return the names of the ranges of a forward and a backward of this rank, in the order of their beginnings."""
     q, k, v = (torch.randn(1, 8, 2, 8).requires_grad_() for _ in range(3))
     call = lambda: ring_attention(q, k, v, group=group, strategy=strategy).sum().backward()
@@ -38,3 +38,8 @@ def test_steps_of_two_ways_are_named_in_the_order_of_their_turns(gloo):
 
 def test_the_step_of_gathered_keys_counts_all_ranks(gloo):
     assert gloo(2, names_of, "gather")[0] == [f"ring step 1 of 1, 2 KiB of 2 ranks{suffix}" for suffix in ("", " backward")]
+
+
+def test_each_group_of_heads_is_a_step(gloo):
+    steps = [f"ring step {number} of 2, 1 KiB of 2 ranks" for number in (1, 2)]
+    assert gloo(2, names_of, Gather(groups=2))[0] == steps + [f"{step} backward" for step in steps]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ring_attn_torch import ring_attention
+from ring_attn_torch import Gather, ring_attention
 
 from ..support.selection import first
 from .memory import peak_bytes
@@ -17,7 +17,7 @@ SHARD = 4 * TOKENS * HEADS * DIM
 """Bytes of one array of a rank."""
 
 
-def held(group: Any, strategy: str) -> int:
+def held(group: Any, strategy: Any) -> int:
     """Return the most bytes that this rank allocates at a time in a forward and backward, after one call as a warm-up."""
     q, k, v = (torch.randn(1, TOKENS, HEADS, DIM, requires_grad=True) for _ in range(3))
 
@@ -39,3 +39,10 @@ def test_a_rank_holds_no_more_in_a_larger_ring(gloo, strategy, ranks):
 def test_a_rank_that_gathers_holds_the_keys_of_all(gloo):
     small, large = (max(gloo(ranks, held, "gather")) for ranks in (4, 8))
     assert large > small + 4 * SHARD, (small / SHARD, large / SHARD)
+
+
+def test_a_rank_that_gathers_by_groups_of_heads_holds_the_keys_of_two_groups(gloo):
+    """Two more ranks bring 4 shards of keys and of gradients. Of 8 groups a rank holds 2 of keys and 3 of gradients, beside what
+    the backend holds of one: 3 arrays of a shard in all. Without groups it holds 8 more."""
+    small, large = (max(gloo(ranks, held, Gather(groups=8))) for ranks in (2, 4))
+    assert large < small + 4 * SHARD, (small / SHARD, large / SHARD)

@@ -15,20 +15,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attn_core import Ulysses, full, sliding_window
+from ring_attn_core import Gather, Ulysses, full, sliding_window
 from ring_attn_core.problem.traffic import Traffic, traffic
 from ring_attn_torch import ring_attention
+from ring_attn_torch.attend.blockwise import Blockwise
 from ring_attn_torch.ring import collectives, transfer
 
 from ..support.cases import Case, check_same
 from ..support.selection import first, one_of_each
 from ..support.spawn import PerRank
-from ..support.strategies import EACH, SHARED, STRATEGIES, problem_of
+from ..support.strategies import BY_HEADS, EACH, SHARED, STRATEGIES, fitted, problem_of
 from .ring import on_rank, options, run
 
 TRAVELS = [
     *one_of_each(3, EACH),
     *SHARED,
+    *BY_HEADS[:2],
     *(Case("contiguous", strategy=strategy, mask=full(), dtype="bfloat16") for strategy in STRATEGIES.values()),
     *(Case("contiguous", strategy=strategy, mask=sliding_window(3), ranks=8, heads=8) for strategy in STRATEGIES.values()),
     *(Case("contiguous", strategy=strategy, mask=sliding_window(0)) for strategy in STRATEGIES.values()),
@@ -86,7 +88,7 @@ def count(group: Any, case: Case, *shards: Any) -> tuple[Traffic, ...]:
 @pytest.mark.parametrize("strategy", ["ring", *STRATEGIES.values()], ids=["ring", *STRATEGIES])
 @pytest.mark.parametrize("delays", first([1, 3, 100], 1, 2, "campaign"))
 def test_ranks_that_start_at_random_delays_give_the_same_bits(gloo, strategy, delays):
-    case = Case(strategy=strategy, sinks=True, kv_heads=1)
+    case = fitted(Case(strategy=strategy, sinks=True, kv_heads=1))
     expected = run(gloo, case)
     for number in range(delays):
         check_same(run(gloo, case, partial(delayed, number)), expected)
@@ -113,6 +115,7 @@ REFUSED = [
     ("ulysses", 3, "strategy='ulysses' cannot run this: 4 query heads cannot be dealt evenly to 3 ranks"),
     (Ulysses(ranks=2), 3, r"strategy=Ulysses\(ranks=2\) cannot run this: groups of 2 ranks do not divide a ring of 3"),
     (Ulysses(ranks=8), 8, r"strategy=Ulysses\(ranks=8\) cannot run this: 4 query heads cannot be dealt evenly to 8 ranks"),
+    (Gather(groups=3), 2, r"strategy=Gather\(groups=3\) cannot run this: 2 key heads cannot be cut into 3 equal groups; Gather"),
     ("telepathy", 2, "unknown strategy 'telepathy'"),
 ]
 
@@ -161,3 +164,40 @@ def under_compile(group: Any, case: Case, *shards: Any) -> Any:
 def test_a_lost_rank_is_named_with_the_others_of_its_group():
     error = transfer.lost(RuntimeError("closed"), transfer._others([0, 1, 2], None), None)
     assert "rank 0 lost the ring while it waited for rank 1, rank 2, with which it exchanges arrays" in str(error)
+
+
+def test_the_next_group_of_heads_travels_while_a_group_is_computed(gloo):
+    """Each step comes after the gather of the next group has begun, and before it or the exchange of gradients is awaited."""
+    forward, backward = gloo(2, events_of, Gather(groups=3))[0]
+    assert " ".join(forward) == "begin done begin step done begin step done step"
+    assert " ".join(backward) == "begin done begin step home done begin step returned home done step returned home returned"
+
+
+def events_of(group: Any, strategy: Any) -> list[list[str]]:
+    """Return what a forward and a backward do, in order: begin and wait for transfers, and compute."""
+    events: list[str] = []
+
+    class Seen(transfer.Transfer):
+        def __init__(self, arriving: Any, sent: Any, awaited: Any, group: Any, start: Any) -> None:
+            super().__init__(arriving, sent, awaited, group, start)
+            self.home = bool(arriving) and arriving[0].dtype == torch.float32
+            if self._works:
+                events.append("home" if self.home else "begin")
+
+        def wait(self) -> Any:
+            events.append("returned" if self.home else "done")
+            return super().wait()
+
+    def step(function: Any) -> Any:
+        return lambda *arguments, **keywords: (events.append("step"), function(*arguments, **keywords))[1]
+
+    q, k, v = (torch.randn(1, 8, heads, 8, dtype=torch.bfloat16).requires_grad_() for heads in (6, 3, 3))
+    with (
+        patch.object(transfer, "Transfer", Seen),
+        patch.multiple(Blockwise, attend=step(Blockwise.attend), attend_backward=step(Blockwise.attend_backward)),
+    ):
+        out = ring_attention(q, k, v, group=group, strategy=strategy)
+        forward = events.copy()
+        events.clear()
+        out.sum().backward()
+    return [forward, events]

@@ -105,7 +105,7 @@ def candidates(load: Load) -> Iterator[Strategy]:
     """Yield the strategies that can run the call: between GPUs of one host or of several."""
     of_hosts = (Ulysses(ranks=load.local), TwoLevel(ranks=load.local)) if load.local > 1 else ()
     for strategy in ("ring", "direct", "two_way", "gather", "ulysses", *(of_hosts if load.hosts > 1 else ("push",))):
-        if objection(strategy, load.plan.ranks, load.heads) is None:
+        if objection(strategy, load.plan.ranks, load.heads, load.kv_heads) is None:
             yield strategy
 
 

@@ -153,7 +153,7 @@ class RingCall:
 def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: frozenset[str] = frozenset()) -> RingCall:
     """Return the parameters that the launches of a problem share; the portable kernels run the passes in ``portable``."""
     plan, (b, s, h, d), (_, t, g, _) = problem.steps, problem.q_shape, problem.k_shape
-    head_split = plan.head_split or HeadSplit(h, g, 1)
+    head_split = plan.head_split or HeadSplit(h, g, plan.groups)
     names = {array.name for array in problem.arrays}
     one_run = plan.band_of_one_run is not None
     ordered = isinstance(plan, GlobalPlan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..validation import in_words, is_integer
 from .balanced_layout import BalancedLayout
 from .ring import RingPlan
 from .ulysses import HeadSplit
@@ -12,15 +13,37 @@ from .ulysses import HeadSplit
 Runs = tuple[tuple[tuple[int, int, int, int], ...], ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Gather:
+    """The strategy "gather" in ``groups`` of key heads.
+
+    The keys of the next group travel while the heads of a group are computed, and so do the gradients of the group before.
+
+    ``groups`` must divide the number of key heads. Raise ValueError if ``groups`` is not an int of at least 1.
+    """
+
+    groups: int
+
+    def __post_init__(self) -> None:
+        if not is_integer(self.groups) or self.groups < 1:
+            raise ValueError(f"Gather(groups=...) is the number of groups of key heads, at least 1, got {in_words(self.groups)}")
+        object.__setattr__(self, "groups", int(self.groups))
+
+    def __str__(self) -> str:
+        return f"Gather(groups={self.groups})"
+
+
 @dataclass(frozen=True)
 class JoinedPlan(RingPlan):
     """The plan of a ring in which each rank computes on the joined shards of a group, ``q_shards`` and ``k_shards`` of them. At
     shift s, a multiple of ``k_shards``, rank r works on the keys of the group of rank r - s; ``seq_local``, ``kv_local`` and
-    ``positions`` refer to single shards. In a balanced layout the joined shards form one slot in order of position."""
+    ``positions`` refer to single shards. In a balanced layout the joined shards form one slot in order of position. ``groups``:
+    of key heads, each computed in a step of its own."""
 
     q_shards: int = 1  # type: ignore[misc]  # a constant of RingPlan
     k_shards: int = 1  # type: ignore[misc]
     head_split: HeadSplit | None = None  # type: ignore[misc]
+    groups: int = 1  # type: ignore[misc]
 
     @cached_property
     def q_runs(self) -> Runs:

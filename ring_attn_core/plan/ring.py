@@ -62,6 +62,7 @@ class RingPlan:
     q_shards: ClassVar[int] = 1
     k_shards: ClassVar[int] = 1
     head_split: ClassVar[HeadSplit | None] = None
+    groups: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_mask(self.mask)

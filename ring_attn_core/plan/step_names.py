@@ -41,7 +41,7 @@ def pass_name(name: str, of: str) -> str:
 def place_name(plan: RingPlan, number: int) -> str:
     """Return "ring step 2 of 4" for number 2 of 4. Return "before ring step 1 of 4" for 0, and "after ring step 4 of 4" for 5."""
     of_hosts = plan.inner_rings if isinstance(plan, TwoLevelPlan) else ()
-    count = sum(len(ring.inner) for ring in of_hosts) or len(plan.shifts)
+    count = sum(len(ring.inner) for ring in of_hosts) or len(plan.shifts) * plan.groups
     where = "before " if number < 1 else "after " if number > count else ""
     return f"{where}ring step {min(max(number, 1), count)} of {count}"
 

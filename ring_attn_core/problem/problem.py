@@ -111,7 +111,7 @@ class Problem:
                 f"dropout_rate={rate} needs dropout_seed, an integer that is the same on every rank and another at every step"
             )
         check_device(self.options.strategy, self.framework, self.device)
-        check_fit(self.travel, self.ranks, self.q_shape[2])
+        check_fit(self.travel, self.ranks, self.q_shape[2], self.k_shape[2])
         self._check_tree()
         return self.plan
 

@@ -14,7 +14,7 @@ from typing import Any
 from ..plan.balanced_layout import BalancedLayout
 from ..plan.direct import DirectPlan
 from ..plan.global_order import GlobalPlan
-from ..plan.joined import JoinedPlan
+from ..plan.joined import Gather, JoinedPlan
 from ..plan.needed import NeededPlan
 from ..plan.ring import RingPlan
 from ..plan.two_level import TwoLevel, TwoLevelPlan
@@ -22,14 +22,14 @@ from ..plan.ulysses import HeadSplit, Ulysses
 from ..validation import in_words
 
 STRATEGIES = ("auto", "ring", "direct", "two_way", "gather", "ulysses", "two_level", "push")
-RECORDS = {"ulysses": Ulysses, "two_level": TwoLevel}
+RECORDS = {"gather": Gather, "ulysses": Ulysses, "two_level": TwoLevel}
 """The option records of strategies, by the name of the strategy."""
 
 ORDERS = "ring", "global"
 IN_GLOBAL_ORDER = "global_order"
 """The name of the strategy by which both packages run ``order="global"``. It is not an argument."""
 
-Strategy = str | Ulysses | TwoLevel
+Strategy = str | Gather | Ulysses | TwoLevel
 """The name of a strategy, or a record of its options."""
 
 
@@ -45,6 +45,11 @@ def check_strategy(strategy: Any) -> None:
 def check_order(order: Any, strategy: Strategy = "auto") -> None:
     if not isinstance(order, str) or order not in ORDERS:
         raise ValueError(f'order must be "ring" or "global", got {in_words(order)}')
+    if order == "global" and isinstance(strategy, Gather):
+        raise ValueError(
+            f'strategy={strategy!r} gathers keys by groups of heads, and order="global" gathers queries too, all heads at once: '
+            'pass strategy="gather" or "auto", or order="ring"'
+        )
     if order == "global" and strategy not in ("auto", "gather"):
         raise ValueError(
             f"strategy={strategy!r} adds keys in the order in which they arrive, which follows the ranks, so it cannot keep "
@@ -54,9 +59,9 @@ def check_order(order: Any, strategy: Strategy = "auto") -> None:
 
 def read_strategy(text: str) -> Strategy:
     """Return the strategy with ``str(strategy) == text``, such as "ring" or Ulysses(ranks=2). A name is not checked."""
-    found = re.fullmatch(r"(\w+)\(ranks=(\d+)\)", text)
-    makes = {record.__name__: record for record in RECORDS.values()}
-    return makes[found[1]](ranks=int(found[2])) if found else text
+    found = re.fullmatch(r"(\w+)\((\w+)=(\d+)\)", text)
+    makes: dict[str, Any] = {record.__name__: record for record in RECORDS.values()}
+    return makes[found[1]](**{found[2]: int(found[3])}) if found else text
 
 
 def name_of(strategy: Strategy) -> str:
@@ -81,7 +86,7 @@ def plan_of_steps(strategy: Strategy, plan: RingPlan, heads: int, kv_heads: int,
     if name == IN_GLOBAL_ORDER:
         return GlobalPlan(**own, q_shards=plan.ranks, k_shards=plan.ranks)
     if name == "gather":
-        return JoinedPlan(**own, k_shards=plan.ranks)
+        return JoinedPlan(**own, k_shards=plan.ranks, groups=groups_of(strategy))
     if name == "ulysses":
         size = group_of(strategy, plan.ranks)
         return JoinedPlan(**own, q_shards=size, k_shards=size, head_split=HeadSplit(heads, kv_heads, size))
@@ -90,14 +95,16 @@ def plan_of_steps(strategy: Strategy, plan: RingPlan, heads: int, kv_heads: int,
     return plan
 
 
-def check_fit(strategy: Strategy, ranks: int, heads: int) -> None:
-    if (why := objection(strategy, ranks, heads)) is not None:
+def check_fit(strategy: Strategy, ranks: int, heads: int, kv_heads: int) -> None:
+    if (why := objection(strategy, ranks, heads, kv_heads)) is not None:
         raise ValueError(f'strategy={strategy!r} cannot run this: {why}. strategy="auto" takes one that can')
 
 
-def objection(strategy: Strategy, ranks: int, heads: int) -> str | None:
-    """Return why the strategy cannot run with this number of ranks or query heads; None if it can."""
+def objection(strategy: Strategy, ranks: int, heads: int, kv_heads: int) -> str | None:
+    """Return why the strategy cannot run with this number of ranks, query heads or key heads; None if it can."""
     size, name = group_of(strategy, ranks), name_of(strategy)
+    if kv_heads % groups_of(strategy):
+        return f"{kv_heads} key heads cannot be cut into {groups_of(strategy)} equal groups; Gather(groups=n) takes a divisor"
     if name == "ulysses" and ranks % size:
         return f"groups of {size} ranks do not divide a ring of {ranks}"
     if name == "ulysses" and heads % size:
@@ -123,5 +130,10 @@ def check_device(strategy: Strategy, framework: str, device: str) -> None:
 
 
 def group_of(strategy: Strategy, ranks: int) -> int:
-    """Return the number of ranks in a group: ``ranks`` of the strategy's record, or all ranks if the strategy is a name."""
-    return ranks if isinstance(strategy, str) else strategy.ranks
+    """Return the number of ranks in a group: ``ranks`` of the strategy's record, or all ranks if it has none."""
+    return getattr(strategy, "ranks", ranks)
+
+
+def groups_of(strategy: Strategy) -> int:
+    """Return the number of groups of key heads, each with a step of its own."""
+    return strategy.groups if isinstance(strategy, Gather) else 1

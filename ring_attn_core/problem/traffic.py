@@ -145,9 +145,10 @@ def _once_a_shift(problem: Problem) -> tuple[Traffic, Traffic]:
 
 def _gather(problem: Problem) -> tuple[Traffic, Traffic]:
     sizes, others = SentSizes(problem, 0, problem.k_shape[2]), problem.ranks - 1
-    arrays = 1 + sum(array.name in ("key_mask", "key_extents") for array in problem.arrays)
+    groups = problem.steps.groups
+    arrays = groups + sum(array.name in ("key_mask", "key_extents") for array in problem.arrays)
     keys = Traffic(arrays, sizes.kv * sizes.item + sizes.of_keys).times(others)
-    return keys, keys + Traffic(1, sizes.kv * sizes.wide).times(others)
+    return keys, keys + Traffic(groups, sizes.kv * sizes.wide).times(others)
 
 
 def _global(problem: Problem) -> tuple[Traffic, Traffic]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -66,6 +66,17 @@ class Score:
     query_tiles: OwnTiles | None = None
     key_tiles: OwnTiles | None = None
     """The same for kernels. None: all tokens, by the rows of the step."""
+
+    def of_heads(self, first: int | jax.Array, heads: int) -> Score:
+        """Return the parameters of ``heads`` of the query heads, from ``first`` on."""
+        cut = lambda x: None if x is None else lax.dynamic_slice_in_dim(x, first, heads)
+        seed = self.dropout_seed
+        return replace(
+            self,
+            sinks=cut(self.sinks),
+            alibi_slopes=cut(self.alibi_slopes),
+            dropout_seed=None if seed is None else seed._replace(head=seed.head + jnp.uint32(first)),
+        )
 
     def needs(self, queries: Any, keys: Any) -> jax.Array | bool:
         """Return whether this rank needs results of a pair of tiles."""

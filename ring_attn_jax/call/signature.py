@@ -92,7 +92,7 @@ def ring_attention(
             and their out is 0. None: in a balanced layout, the layout's length. In other layouts ``length`` counts all tokens of
             the q shards; ``kv_length`` is ``length`` if the shards of q and k are equally long, else all tokens of the k shards.
         strategy: the way in which keys travel (docs/strategies.md): "ring", "direct", "two_way", "gather", "ulysses",
-            Ulysses(ranks=n), TwoLevel(ranks=n). "auto": "ring", but on GPUs "direct" under a window, and in a
+            Gather(groups=n), Ulysses(ranks=n), TwoLevel(ranks=n). "auto": "ring", but on GPUs "direct" under a window, and in a
             balanced layout "direct" if it sends few keys. In a layout balanced for documents, calls with extents take "ring".
         order: "ring" adds tiles in the order in which keys arrive. "global" adds them by position: results and gradients have the
             same bits on any number of ranks and in any layout (docs/order.md says what that costs, and on which backends).

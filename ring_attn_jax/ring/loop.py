@@ -20,6 +20,7 @@ from ..attend.backend import Backend
 from ..attend.keys import Keys
 from ..attend.score import Score
 from ..attend.state import Gradients, State
+from . import by_heads
 from .step import Ring, Step
 from .strategies import STRATEGIES
 
@@ -28,7 +29,7 @@ class RingPass:
     """A pass over a ring. ``name``: "forward" or "backward". As a context manager it does nothing in JAX."""
 
     def __init__(self, ring: Ring, name: str) -> None:
-        self._ring, self._name, self._number = ring, name, 0
+        self.ring, self._name, self._number = ring, name, 0
 
     def __enter__(self) -> RingPass:
         return self
@@ -45,7 +46,7 @@ class RingPass:
     def named(self, step: Step) -> AbstractContextManager[Any]:
         """Return a ``jax.named_scope`` for the current step. It names operations during tracing, so it costs no run time."""
         size = sum(x.size * x.dtype.itemsize for x in step.keys if x is not None)
-        return jax.named_scope(pass_name(step_name(self._ring.plan, self._number, step.shift, size), self._name))
+        return jax.named_scope(pass_name(step_name(self.ring.plan, self._number, step.shift, size), self._name))
 
 
 def forward(q: jax.Array, keys: Keys, score: Score, ring: Ring, backend: Backend, total: State | None = None) -> State:
@@ -56,6 +57,8 @@ def forward(q: jax.Array, keys: Keys, score: Score, ring: Ring, backend: Backend
     lse's dtype; attention continues from them. None: start from the sinks alone.
     """
     with RingPass(ring, "forward") as this:
+        if ring.plan.groups > 1:
+            return by_heads.forward(this, q, keys, score, backend, total)
         strategy = STRATEGIES[ring.strategy]
         (q, *state), keys, score = strategy.spread((q, *(total.arrays if total else ())), keys, score, ring)
         total = State(*state) if state else None
@@ -76,6 +79,8 @@ def backward(
     gradient is this rank's contribution to the sum over the ranks; None without sinks.
     """
     with RingPass(ring, "backward") as this:
+        if ring.plan.groups > 1:
+            return by_heads.backward(this, q, keys, total, dtotal, score, backend)
         strategy = STRATEGIES[ring.strategy]
         (q, dout, dlse, *state), keys, score = strategy.spread((q, *dtotal.arrays, *total.arrays), keys, score, ring)
         of_q = dq = None

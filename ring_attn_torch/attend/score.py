@@ -50,3 +50,12 @@ class Score(NamedTuple):
     query_tiles: OwnTiles | None = None
     key_tiles: OwnTiles | None = None
     """The same for kernels. None: all tokens, by the rows of the step."""
+
+    def of_heads(self, first: int, heads: int) -> Score:
+        """Return the parameters of ``heads`` of the query heads, from ``first`` on."""
+        cut = lambda x: None if x is None else x[first : first + heads]
+        seed = self.dropout_seed
+        if seed is not None:
+            seed = seed.clone()
+            seed[3] += first
+        return self._replace(sinks=cut(self.sinks), alibi_slopes=cut(self.alibi_slopes), dropout_seed=seed)

@@ -22,6 +22,7 @@ from ..attend.backend import Backend
 from ..attend.keys import Keys
 from ..attend.score import Score
 from ..attend.state import Gradients, State
+from . import by_heads
 from .groups import rank_in
 from .step import Ring, Step
 from .strategies import STRATEGIES
@@ -34,14 +35,14 @@ class RingPass:
     """A pass over a ring, "forward" or "backward". As a context it adds the pass and the step to the message of a LostRank."""
 
     def __init__(self, ring: Ring, name: str) -> None:
-        self._ring, self._name, self._number = ring, name, 0
+        self.ring, self._name, self._number = ring, name, 0
 
     def __enter__(self) -> RingPass:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if isinstance(error, LostRank):
-            error.args = (f"{place_name(self._ring.plan, self._number)}, {self._name}: {error}",)
+            error.args = (f"{place_name(self.ring.plan, self._number)}, {self._name}: {error}",)
 
     def steps(self, steps: Iterable[Step]) -> Iterator[Step]:
         """Yield the ``steps``, and count them from 1 for profiler ranges and LostRank errors, also while keys are awaited."""
@@ -55,7 +56,7 @@ class RingPass:
         if not profiler._is_profiler_enabled:  # a range costs microseconds even without a profiler
             return NOT_PROFILED
         size = sum(x.nbytes for x in step.keys if x is not None)
-        name = step_name(self._ring.plan, self._number, step.shift, size, rank_in(self._ring.group))
+        name = step_name(self.ring.plan, self._number, step.shift, size, rank_in(self.ring.group))
         return profiler.record_function(pass_name(name, self._name))
 
 
@@ -67,6 +68,8 @@ def forward(q: Tensor, keys: Keys, score: Score, ring: Ring, backend: Backend, t
     lse's dtype; attention continues from them. None: start from the sinks alone.
     """
     with RingPass(ring, "forward") as this:
+        if ring.plan.groups > 1:
+            return by_heads.forward(this, q, keys, score, backend, total)
         strategy = STRATEGIES[ring.strategy]
         (q, *state), keys, score = strategy.spread((q, *(total.arrays if total else ())), keys, score, ring)
         total = State(*state) if state else None
@@ -87,6 +90,8 @@ def backward(
     gradient is this rank's contribution to the sum over the ranks; None without sinks.
     """
     with RingPass(ring, "backward") as this:
+        if ring.plan.groups > 1:
+            return by_heads.backward(this, q, keys, total, dtotal, score, backend)
         strategy = STRATEGIES[ring.strategy]
         (q, dout, dlse, *state), keys, score = strategy.spread((q, *dtotal.arrays, *total.arrays), keys, score, ring)
         of_q = dq = None

@@ -7,7 +7,7 @@ new file of the PyTorch package. Enter the name of the strategy in ``STRATEGIES`
 
 from ..step import Strategy
 from .direct import Direct
-from .gather import Gather
+from .gather import GatherKeys
 from .global_order import GlobalOrder
 from .ring import OneWay
 from .two_level import TwoLevels
@@ -18,7 +18,7 @@ STRATEGIES: dict[str, Strategy] = {
     "ring": OneWay(),
     "direct": Direct(),
     "two_way": TwoWay(),
-    "gather": Gather(),
+    "gather": GatherKeys(),
     "ulysses": HeadExchange(),
     "two_level": TwoLevels(),
     "global_order": GlobalOrder(),

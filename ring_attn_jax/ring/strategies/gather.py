@@ -24,7 +24,7 @@ from ..transfer import all_gather, exchange
 from .ring import OneWay
 
 
-class Gather(OneWay):
+class GatherKeys(OneWay):
     """The strategy "gather": each rank all-gathers the keys of all ranks and computes one step."""
 
     def spread(

@@ -46,7 +46,8 @@ class HeadExchange(OneWay):
         rest = joined(Keys(by_rank(kv, head_split.ranks), bits, None, key_extents), keys.kv.shape[1])
         extents = None if extents is None else in_order(side_by_side(extents), ring)
         inside = tuple(in_order(x, ring) for x in inside)
-        return inside, keys_in_order(rest, ring), _shared(score, extents, head_split, place)
+        score = replace(score, extents=extents).of_heads(place * head_split.q_local, head_split.q_local)
+        return inside, keys_in_order(rest, ring), score
 
     def collect(self, results: tuple[jax.Array, ...], ring: Ring) -> tuple[jax.Array, ...]:
         """Return the results of this rank's own tokens, for all heads."""
@@ -76,20 +77,6 @@ def _head_split_of(ring: Ring) -> tuple[HeadSplit, jax.Array]:
     head_split = ring.plan.head_split
     assert head_split is not None
     return head_split, lax.axis_index(ring.axis) % head_split.ranks
-
-
-def _shared(score: Score, extents: jax.Array | None, head_split: HeadSplit, place: jax.Array) -> Score:
-    """Return ``score`` for the heads of this rank, ``place`` in its group, with the group's ``extents`` [b ranks*s 2] or None."""
-    first = place * head_split.q_local
-    of_heads = lambda x: None if x is None else lax.dynamic_slice_in_dim(x, first, head_split.q_local)
-    seed = score.dropout_seed
-    return replace(
-        score,
-        extents=extents,
-        sinks=of_heads(score.sinks),
-        alibi_slopes=of_heads(score.alibi_slopes),
-        dropout_seed=None if seed is None else seed._replace(head=seed.head + first.astype(jnp.uint32)),
-    )
 
 
 def _collected(arrays: tuple[jax.Array, ...], ring: Ring) -> list[jax.Array]:

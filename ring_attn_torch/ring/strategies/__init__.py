@@ -7,7 +7,7 @@ the core. The section "Add a strategy" of CONTRIBUTING.md has the other steps.
 
 from ..step import Strategy
 from .direct import Direct
-from .gather import Gather
+from .gather import GatherKeys
 from .global_order import GlobalOrder
 from .push import Push
 from .ring import OneWay
@@ -19,7 +19,7 @@ STRATEGIES: dict[str, Strategy] = {
     "ring": OneWay(),
     "direct": Direct(),
     "two_way": TwoWay(),
-    "gather": Gather(),
+    "gather": GatherKeys(),
     "ulysses": HeadExchange(),
     "two_level": TwoLevels(),
     "push": Push(),

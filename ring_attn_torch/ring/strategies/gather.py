@@ -23,7 +23,7 @@ from ..transfer import all_gather, exchange
 from .ring import OneWay
 
 
-class Gather(OneWay):
+class GatherKeys(OneWay):
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
         whole = joined(Keys(*all_gather(keys, ring.group).wait()), keys.kv.shape[1])
         return queries, keys_in_order(whole, ring), score

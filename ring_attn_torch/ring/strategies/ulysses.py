@@ -41,7 +41,8 @@ class HeadExchange(OneWay):
         keys = keys_in_order(joined(Keys(kv, bits, None, key_extents), keys.kv.shape[1]), ring)
         inside = [in_order(side_by_side(x), ring) for x in inside]
         extents = None if extents is None else in_order(side_by_side(extents), ring)
-        return tuple(inside), keys, _shared(score, extents, head_split, place)
+        score = score._replace(extents=extents).of_heads(place * head_split.q_local, head_split.q_local)
+        return tuple(inside), keys, score
 
     def collect(self, results: tuple[Tensor, ...], ring: Ring) -> tuple[Tensor, ...]:
         return _collected(results, ring)
@@ -67,18 +68,6 @@ def _head_split_of(ring: Ring) -> tuple[HeadSplit, int]:
     head_split = ring.plan.head_split
     assert head_split is not None
     return head_split, rank_in(ring.group) % head_split.ranks
-
-
-def _shared(score: Score, extents: Tensor | None, head_split: HeadSplit, place: int) -> Score:
-    """Return ``score`` for the heads of the rank at ``place``, with ``extents`` [b ranks*s 2] of all queries, or None."""
-    first = place * head_split.q_local
-    of_heads = lambda x: None if x is None else x[first : first + head_split.q_local]
-    seed = score.dropout_seed
-    if seed is not None:
-        seed = seed.clone()
-        seed[3] += first
-    sinks, slopes = of_heads(score.sinks), of_heads(score.alibi_slopes)
-    return score._replace(extents=extents, sinks=sinks, alibi_slopes=slopes, dropout_seed=seed)
 
 
 def _collected(arrays: tuple[Tensor, ...], ring: Ring) -> tuple[Tensor, ...]:
