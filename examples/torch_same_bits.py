@@ -1,4 +1,4 @@
-"""Trains a small transformer whose loss and weights have the same bits on 1, 2 and 4 ranks, in PyTorch.
+"""Trains and scores with a small transformer whose results have the same bits on 1, 2 and 4 ranks, in PyTorch.
 
     torchrun --nproc-per-node 1 examples/torch_same_bits.py
     torchrun --nproc-per-node 4 examples/torch_same_bits.py
@@ -6,6 +6,9 @@
 Attention and the loss add in global order. The bits of a matrix product depend on its shape, so everything between two calls of
 attention runs on slices of ``SLICE`` tokens, cut at fixed positions. The gradients of a weight are added slice by slice in a
 binary tree, first those of a rank, then those of all ranks. That wants the layout "contiguous", and powers of two as counts.
+
+In the end a generator, which fills a cache ``CHUNK`` tokens at a time, computes the log-probabilities of the trained rows, to the
+bits of the trainer's.
 """
 
 import hashlib
@@ -16,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from ring_attn_torch import loss, ring_attention, shard_batch
+from ring_attn_torch import CacheSizes, KVCache, loss, prefill, ring_attention, shard_batch, token_log_probs
 
-SLICE, LENGTH = 32, 256
-VOCAB, DIM, HEADS, KV_HEADS, HEAD_DIM = 256, 64, 4, 2, 16
+SLICE, CHUNK, LENGTH = 32, 128, 256
+VOCAB, DIM, DEPTH, HEADS, KV_HEADS, HEAD_DIM = 256, 64, 2, 4, 2, 16
 
 
 def tree_sum(parts: list[Tensor]) -> Tensor:
@@ -87,27 +90,49 @@ class AfterAttention(nn.Module):
 class Model(nn.Module):
     """A decoder whose order of tokens comes from ALiBi. It returns logits [batch, tokens, vocab] of a shard of ids."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCAB, DIM), nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, VOCAB, bias=False))
-        self.blocks = nn.ModuleList(nn.ModuleList([BeforeAttention(), AfterAttention()]) for _ in range(depth))
+        self.blocks = nn.ModuleList(nn.ModuleList([BeforeAttention(), AfterAttention()]) for _ in range(DEPTH))
         self.slopes = nn.Buffer(2.0 ** -torch.arange(1.0, HEADS + 1))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = in_slices(self.embed, ids)
-        for before, after in self.blocks:  # type: ignore[misc]
+    def forward(self, ids: Tensor, cache: KVCache | None = None) -> Tensor:
+        x, attention = in_slices(self.embed, ids), {"length": LENGTH, "alibi_slopes": self.slopes, "order": "global"}
+        step = cache and cache.prefill_step(ids.shape[1], "contiguous")
+        for layer, (before, after) in enumerate(self.blocks):  # type: ignore[misc]
             q, k, v = in_slices(before, x).split((HEADS, KV_HEADS, KV_HEADS), dim=2)
-            out = ring_attention(q, k, v, layout="contiguous", length=LENGTH, alibi_slopes=self.slopes, order="global")
+            if cache is None:
+                out = ring_attention(q, k, v, layout="contiguous", **attention)
+            else:
+                out, _ = prefill(q, k, v, cache, layer, step, **attention)
             x = in_slices(after, x, out)
+        if cache is not None:
+            cache.advance(step)
         return in_slices(self.head, x)
+
+
+def of_all_ranks(x: Tensor) -> list[Tensor]:
+    """Return every rank's ``x``, in the order of the ranks."""
+    everyones = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, x.contiguous())
+    return everyones
 
 
 def add_over_ranks(model: nn.Module) -> None:
     """Add each gradient over the ranks, in the order of a binary tree."""
     for weight in model.parameters():
-        everyones = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyones, weight.grad)
-        weight.grad = tree_sum(everyones)
+        weight.grad = tree_sum(of_all_ranks(weight.grad))  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def log_probs(model: Model, ids: Tensor, chunk: int, cache: KVCache | None = None) -> Tensor:
+    """Return the log-probability of each token's next one, [batch, tokens], computed ``chunk`` tokens of all ranks at a time."""
+    ranks, rank, values = dist.get_world_size(), dist.get_rank(), []
+    labels = shard_batch(ids, "contiguous", 1, 0).labels
+    for first in range(0, LENGTH, chunk):
+        mine = slice(first + rank * chunk // ranks, first + (rank + 1) * chunk // ranks)
+        values += of_all_ranks(token_log_probs(model(ids[:, mine], cache), labels[:, mine]))
+    return torch.cat(values, dim=1)
 
 
 def bits(tensors: list[Tensor]) -> str:
@@ -116,9 +141,9 @@ def bits(tensors: list[Tensor]) -> str:
 
 
 def train(device: str, dtype: torch.dtype, show: Callable[[str], None], steps: int = 3) -> None:
-    """Train on random rows; show each step's loss, and fingerprints of the gradients and weights."""
+    """Train on random rows; show each step's loss, and fingerprints of the gradients, of the weights and of log-probabilities."""
     torch.manual_seed(0)  # the same weights and rows on every rank
-    model = Model(depth=2).to(device, dtype)
+    model = Model().to(device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids = torch.randint(VOCAB, (2, LENGTH)).to(device)
     shard = shard_batch(ids, "contiguous", dist.get_world_size(), dist.get_rank())
@@ -130,6 +155,9 @@ def train(device: str, dtype: torch.dtype, show: Callable[[str], None], steps: i
         gradients = bits([weight.grad for weight in model.parameters()])  # type: ignore[misc]
         optimizer.step()
         show(f"step {step}: loss {value.item():.9f}, gradients {gradients}, weights {bits(list(model.parameters()))}")
+    cache = KVCache.make(CacheSizes(DEPTH, KV_HEADS, HEAD_DIM), batch=2, capacity=LENGTH, dtype=dtype, device=device)
+    trainer, generator = log_probs(model, ids, LENGTH), log_probs(model, ids, CHUNK, cache)
+    show(f"log-probabilities: trainer {bits([trainer])}, generator {bits([generator])}")
 
 
 if __name__ == "__main__":

@@ -123,6 +123,7 @@ def _serve(
     groups.update({n: dist.new_group(range(n), timeout=TIMEOUT) for n in range(1, most)})
     groups[most] = dist.group.WORLD
     warm.collect_rarely()
+    warm.hash_apart(rank)
     while True:
         try:
             ranks, function, arguments = pipe.recv()

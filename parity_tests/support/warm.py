@@ -16,7 +16,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,22 @@ def collect_rarely() -> None:
     """
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+def hash_apart(rank: int) -> None:
+    """Let each rank hash records to other numbers, as ranks of torchrun do: forks of one server hash texts alike."""
+    from ring_attn_core.problem.options import Options
+    from ring_attn_core.problem.problem import Problem
+    from ring_attn_core.records import HASH
+
+    for record in (Options, Problem):
+
+        def hashed(self: Any, of_fields: Callable[[Any], int] = record.__hash__) -> int:
+            if HASH not in vars(self):
+                vars(self)[HASH] = of_fields(self) ^ rank
+            return vars(self)[HASH]
+
+        record.__hash__ = hashed  # type: ignore[method-assign]
 
 
 def context(*needed: str) -> Any:
@@ -132,6 +148,7 @@ def _program(arguments: list[str], folder: str, variables: dict[str, str], out: 
     os.environ.update(variables)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+    hash_apart(int(variables.get("RANK", 0)))
     if "jax" in sys.modules and "JAX_NUM_CPU_DEVICES" in variables:  # JAX reads it on import
         sys.modules["jax"].config.update("jax_num_cpu_devices", int(variables["JAX_NUM_CPU_DEVICES"]))
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,9 @@ def test_ranks_with_other_orders_are_told_so(gloo):
 
 
 @pytest.mark.exhaustive
-def test_the_loss_gradients_and_weights_of_a_model_have_the_same_bits_on_1_2_and_4_ranks(tmp_path):
+def test_training_and_log_probabilities_of_a_model_have_the_same_bits_on_1_2_and_4_ranks(tmp_path):
     program = [str(Path(__file__).parents[2] / "examples" / "torch_same_bits.py")]
     one, *others = (warm.run(program, "torch", tmp_path, environment(), processes=ranks) for ranks in (1, 2, 4))
     assert one.count("step") == 3 and others == [one, one]
+    trainer, generator = re.findall(r"(?:trainer|generator) (\w+)", one)
+    assert trainer == generator

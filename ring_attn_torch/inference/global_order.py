@@ -35,7 +35,7 @@ def in_global_order(
     length: Any = options.length
     whole_q, whole_k, whole_v = (x.new_empty(()).expand(len(x), length, *x.shape[2:]) for x in (q, *new))
     problem = problem_of(whole_q, whole_k, whole_v, arrays, 1, options)
-    alike = tuple((name, str(x)) for name, x in vars(options).items())
+    alike = tuple((name, str(x)) for name, x in problem.fingerprint().items())
     agree_on(AgreedCall("prefill", q.device.type, alike), cache.ring, lambda: problem.check() and None)
     of = lambda x: x if step.rows is None else x[step.rows]
     places, (k, v) = step.positions, new
