@@ -66,7 +66,6 @@ def check_ranks(ranks: object) -> None:
 
 
 def check_length(length: object) -> None:
-    """Raise ValueError if ``length`` is not an integer of at least 0."""
     if not is_integer(length) or length < 0:  # type: ignore[operator]
         raise ValueError(
             "length is the true global number of tokens, an int of at least 0 (static under jit), got " + in_words(length)
@@ -138,7 +137,6 @@ def check_padded(tokens: int, padded: int, where: str) -> None:
 
 
 def named(layout: object) -> Layout:
-    """Return the layout function that is named ``layout``. Raise ValueError if the name is not in LAYOUTS."""
     if layout == "balanced" or hasattr(layout, "runs"):
         raise ValueError(
             f"a balanced layout follows from documents, and this call takes one of {', '.join(LAYOUTS)}. ring_attention, "

@@ -60,7 +60,6 @@ MASKS: dict[str, Callable[..., Band]] = {"full": full, "causal": causal, "slidin
 
 
 def check_mask(mask: Any) -> None:
-    """Raise ValueError if ``mask`` is not a ``Band``. The message suggests what to pass instead."""
     if isinstance(mask, Band):
         return
     if isinstance(mask, tuple | list) and len(mask) == 2 and all(map(is_integer, mask)):
@@ -74,7 +73,6 @@ def check_mask(mask: Any) -> None:
 
 
 def with_numbers(band: Band) -> Band:
-    """Return ``band`` with NumPy numbers converted to Python numbers."""
     if type(band.lo) in (int, NoneType) and type(band.hi) in (int, NoneType):
         return band
     return Band(as_number(band.lo), as_number(band.hi))

@@ -13,7 +13,6 @@ from .spec import DTYPES, FP8, CacheSizes, CacheSpec
 
 
 def check_tokens(spec: CacheSpec, tokens: Any) -> None:
-    """Raise ValueError if ``tokens``, the new tokens of each request in a step, are not an int of 1 to ``spec.room``."""
     if not is_integer(tokens) or tokens < 1:
         raise ValueError(f"tokens must be an int of at least 1, how many new ones a request has, got {in_words(tokens)}")
     if spec.room is not None and tokens > spec.room:
@@ -119,7 +118,6 @@ def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[i
 
 
 def check_valid(shape: tuple[int, ...], dtype: str, expected: tuple[int, int]) -> None:
-    """Raise ValueError if the array ``valid``, False for padding, is not bool [requests, tokens]."""
     if tuple(shape) != expected or dtype != "bool":
         raise ValueError(
             f"valid must be bool [requests, tokens] = {list(expected)}, True for a token that is one, got {dtype} {list(shape)}"
@@ -146,7 +144,6 @@ def check_scales(spec: CacheSpec, scales: Mapping[str, Any], read: Callable[[Any
 
 
 def check_kept(shape: tuple[int, ...], dtype: str, batch: int) -> None:
-    """Raise ValueError if the lengths to roll back to are neither one integer for all requests nor integers [batch]."""
     if shape not in ((), (batch,)) or "int" not in dtype:
         raise ValueError(f"lengths must be integers [{batch}], one for every request, or one for all, got {dtype} {list(shape)}")
 
@@ -182,7 +179,6 @@ def check_back(spec: CacheSpec, reached: int, length: int, row: int) -> None:
 
 
 def check_no_states(spec: CacheSpec) -> None:
-    """Raise ValueError if the cache has states, before a rollback."""
     if spec.states:
         raise ValueError(
             f"this cache holds the states of {len(spec.states)} recurrent layers, which cannot go back to earlier tokens: reset "
@@ -219,7 +215,6 @@ def check_ids(ids: Any, batch: int, is_array: bool) -> None:
 
 
 def check_order(order: str) -> None:
-    """Raise ValueError if a model is to keep ``order="global"``."""
     if order == "global":
         raise ValueError(
             'a step of decoding adds keys in the order of the ranks, so generation cannot keep order="global": make the model '
@@ -228,8 +223,7 @@ def check_order(order: str) -> None:
 
 
 def check_whole(spec: CacheSpec, order: str, length: Any, longest: int) -> None:
-    """Raise ValueError if ``length``, the tokens of the whole sequence, does not go with the ``order`` of a prefill.
-    ``longest``: no request is known to have more tokens after the chunk."""
+    """Raise ValueError unless a prefill in ``order`` may have ``length``. ``longest``: most tokens of a request after it."""
     if order == "ring":
         if length is not None:
             raise ValueError(f'length={in_words(length)} goes with order="global": leave it out')

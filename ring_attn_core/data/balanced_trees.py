@@ -114,7 +114,6 @@ def _cost_before(tree: Tree) -> Callable[[int], int]:
 
 
 def _balance(dealt: Runs, cost_before: Callable[[int], float]) -> float:
-    """Return the largest cost of a rank divided by the mean.
-    ``cost_before``: maps a position to the cost of all queries before it."""
+    """Return the largest cost of a rank over the mean. ``cost_before``: maps a position to the cost of all queries before it."""
     costs = [sum(cost_before(start + length) - cost_before(start) for start, length in rank) for rank in dealt]
     return max(costs) * len(costs) / max(sum(costs), 1)

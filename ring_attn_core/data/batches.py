@@ -118,8 +118,7 @@ class Batches:
         return BatchArrays(ids, labels, positions, extents, dealt, self._count_labels(number))
 
     def _count_labels(self, number: int) -> int | None:
-        """Return the number of labels of the whole global batch, at least 1, or None without ``batch_tokens``.
-        If tokens are marked, this process reads all tokens of a global batch once to count."""
+        """Return the labels of the whole global batch, at least 1, or None. Count marked tokens by one read of all."""
         if not isinstance(self.index, GlobalBatches):
             return None
         group, known = self.index.group(number), self._counted

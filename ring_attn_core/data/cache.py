@@ -66,9 +66,7 @@ def tokenise(files: Sequence[File], settings: DatasetSettings) -> TokenizedDocum
 
 
 def _tokenizer_text(settings: DatasetSettings) -> bytes | None:
-    """Return the bytes of the tokenizer's file; None without a tokenizer.
-    The cache's key and the encoder are made from the same bytes, so the key names the right tokenizer even if the file
-    changes."""
+    """Return the bytes of the tokenizer's file, one read for key and encoder, in case it changes; None without one."""
     if settings.tokenizer is None:
         return None
     path = Path(settings.tokenizer)

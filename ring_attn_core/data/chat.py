@@ -254,8 +254,7 @@ def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _with_arguments(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a tool call with the JSON text of its arguments parsed to a dict; arguments that are not text stay.
-    They are in ``call["function"]`` if that is a dict, else in ``call``."""
+    """Return a tool call with its arguments parsed if they are text. They lie in ``call["function"]`` or in ``call``."""
     if isinstance(call.get("function"), dict):
         return call | {"function": _with_arguments(call["function"], where)}
     text = call.get("arguments")

@@ -60,11 +60,9 @@ class DenseMaskArguments(NamedTuple):
 
 class Hulls:
     """The hulls of a dense mask that is read in blocks of queries.
-
     ``extents``: int32 [rows, queries, 2], the tightest interval around the keys that each query sees; [0, 0) if it sees none.
     ``key_extents``: int32 [rows, keys, 2], the tightest interval around the queries that see each key; [0, 0) if none sees it.
-    ``counts``: int64 [rows, queries], the number of keys that each query sees.
-    """
+    ``counts``: int64 [rows, queries], the number of keys that each query sees."""
 
     bands_first = False
     """True to try a band with a key mask before extents."""
@@ -74,8 +72,7 @@ class Hulls:
         self.counts = np.zeros((rows, queries), np.int64)
 
     def add(self, start: int, visible: Any) -> None:
-        """Add a block of queries from query ``start`` on, in ascending order.
-        ``visible``: bool [rows, queries of the block, keys]."""
+        """Add the queries from ``start`` on, in ascending order. ``visible``: bool [rows, queries of the block, keys]."""
         some = slice(start, start + visible.shape[1])
         self.counts[:, some] = visible.sum(2)
         self.extents[:, some] = _hull(visible)

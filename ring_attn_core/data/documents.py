@@ -100,7 +100,6 @@ def _check_cache(folder: Path, settings: DatasetSettings) -> None:
 
 
 def identity_now(path: str) -> Identity:
-    """Return the identity of a file, which must still be there."""
     try:
         return identity(path)
     except OSError as error:
@@ -118,7 +117,6 @@ def opened(path: str) -> Iterator[BinaryIO]:
 
 
 def unchanged(file: File) -> None:
-    """Raise ValueError if a file has vanished or changed since it was found."""
     if identity_now(file.path)[2:] != (file.size, file.modified, file.changed):
         raise ValueError(f"{file.path} changed while it was read: begin again when it is written")
 
@@ -139,7 +137,6 @@ def update(content: Any, file: File) -> None:
 
 
 def vanished(path: str, error: OSError) -> ValueError:
-    """Return the error to raise when a file cannot be read because of ``error``."""
     why = "has vanished" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror or error})"
     return ValueError(f"{path} {why}: restore it, or make the dataset anew without it")
 

@@ -22,10 +22,7 @@ ROWS = 1000
 
 
 class Encoder:
-    """The encoder of a dataset's files. Without a tokenizer, each byte of a text is an id.
-
-    ``vocab``: one more than the largest id.
-    """
+    """The encoder of a dataset's files; without a tokenizer, the ids are bytes. ``vocab``: one more than the largest id."""
 
     def __init__(self, settings: DatasetSettings, tokenizer_text: bytes | None) -> None:
         self._settings = settings

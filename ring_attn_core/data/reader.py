@@ -59,8 +59,7 @@ class Reader:
         self._begin()
 
     def check(self) -> None:
-        """Raise ValueError if a file has vanished or changed; each rank checks all files, not only those that it reads.
-        The modification time of a file of the cache is not compared."""
+        """Raise ValueError if any file has vanished or changed; of a file of the cache the modification time is not compared."""
         for path, document in {document.path: document for document in self.documents}.items():
             _check_unwritten(document, identity_now(path))
 

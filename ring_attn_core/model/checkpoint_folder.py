@@ -45,7 +45,6 @@ class CheckpointFolder:
         self._lock: FolderLock | None = None
 
     def where(self, step: int) -> Path:
-        """Return the path of the checkpoint folder of a step."""
         return self.path / self._name.format(step)
 
     def steps(self) -> list[int]:
@@ -112,13 +111,11 @@ class CheckpointFolder:
         return "; ".join(objections)
 
     def release(self) -> None:
-        """Release the lock, so that another run may write here."""
         if self._lock is not None:
             self._lock.forget()
             self._lock = None
 
     def _check_path(self) -> None:
-        """Raise ValueError if the folder is a file, or itself a checkpoint."""
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file: checkpoints are saved in a folder")
         if self.path.name.startswith(self._name.partition("{")[0]) and self._is_complete(self.path):
@@ -149,7 +146,6 @@ class BackgroundSaves:
         self._undeleted = ""
 
     def _start(self, step: int, write: Callable[..., None], *arguments: object) -> None:
-        """Call ``write(*arguments)`` in a thread."""
         thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending = step, thread.submit(write, *arguments)
         thread.shutdown(wait=False)  # the thread ends after the save

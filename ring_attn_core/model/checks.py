@@ -42,7 +42,6 @@ def check_eps(eps: float) -> None:
 
 
 def check_dtype(name: str, dtype: str) -> None:
-    """Raise ValueError if ``dtype`` is not one of ``DTYPES``; the message begins with ``name``."""
     if dtype not in DTYPES:
         raise ValueError(f"{name} must be one of {', '.join(DTYPES)}, by name or as the framework's own dtype, got {dtype!r}")
 

@@ -58,7 +58,6 @@ def check_dtypes(logits: str, labels: str) -> None:
 
 
 def check_weights(weights: Shape | None, labels: Shape) -> None:
-    """Raise ValueError if ``weights``, the shape of the label weights, differs from the shape ``labels``. None passes."""
     if weights is not None and weights != labels:
         raise ValueError(
             f"label_weights must be {list(labels)}, one for each label, got {list(weights)}: both are this rank's shard, so "

@@ -47,11 +47,9 @@ class AttentionFields:
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(AttentionFields):
     """The config of a RingAttention: all arguments except ``rngs`` and those that choose the ring and how attention runs on it.
-
     ``kv_heads=None`` becomes ``heads``, and ``head_dim=None`` becomes ``dim / heads``. ``rotary=None`` becomes
     ``Rotary(rotary_base)``, or stays None if ``rotary_base`` is None too. ``param_dtype``: the name of a dtype. Raise ValueError
-    if sizes do not fit together or a value is invalid.
-    """
+    if sizes do not fit together or a value is invalid."""
 
     dim: int
     heads: int
@@ -188,6 +186,5 @@ class TransformerConfig(AttentionFields):
 
 
 def hidden_size(dim: int) -> int:
-    """Return 8/3 of ``dim``, rounded up to a multiple of 64: the default hidden size of a gated MLP.
-    Its three matrices then have as many weights as the two of an MLP without a gate of hidden size 4 ``dim``."""
+    """Return 8/3 of ``dim`` as a multiple of 64: a gated MLP's three matrices then weigh as much as two of 4 ``dim``."""
     return -(-8 * dim // (3 * 64)) * 64

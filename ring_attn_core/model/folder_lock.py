@@ -18,8 +18,7 @@ LOCK = ".lock"
 
 
 class FolderLock:
-    """A lock on a folder, held until ``forget`` is called or the object is deleted. ``doing``, ``remedy``: end the refusal of
-    another run."""
+    """A lock on a folder until ``forget`` or the object's deletion. ``doing`` and ``remedy`` end the refusal of another run."""
 
     def __init__(
         self, folder: Path, doing: str = "saves its checkpoints there", remedy: str = "give this run another folder"
@@ -34,7 +33,6 @@ class FolderLock:
 
     @property
     def is_held(self) -> bool:
-        """Return whether the lock is still held: True until ``forget`` is called."""
         return self._close.alive
 
     def forget(self) -> None:

@@ -144,8 +144,7 @@ THEIRS = Naming(_config_in, llama_name, ignored_names)
 
 
 def their_config(config: TransformerConfig, length: int | None = None) -> dict[str, Any]:
-    """Return the Hugging Face config of an equivalent model.
-    ``length``: max_position_embeddings; None: that of ``config.published``, or LENGTH."""
+    """Return the Hugging Face config of an equivalent model. ``length``: max_position_embeddings; None: published, or LENGTH."""
     windows = _checked_windows(config)
     if length is not None:
         check_sizes(length=length)

@@ -33,11 +33,9 @@ FILES = ADAPTERS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
     """The adapters of a model: their rank, their scale ``alpha / rank``, and the projections that have an adapter in every block.
-
     If ``alpha`` is None, it becomes ``rank``, so that the scale is 1. ``targets``: the projections, as names in ``TARGETS``. They
     are stored without duplicates, in the order of ``TARGETS``. Raise ValueError if ``rank`` is not an int of at least 1,
-    ``alpha`` is not a finite number above 0, or ``targets`` is not a list or tuple of such names or is empty.
-    """
+    ``alpha`` is not a finite number above 0, or ``targets`` is not a list or tuple of such names or is empty."""
 
     rank: int = 8
     alpha: float = None  # type: ignore[assignment]  # filled in below, a float from then on

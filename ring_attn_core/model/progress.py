@@ -80,7 +80,6 @@ def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> Re
 
 
 def check_arrays(where: Path, expected: Kinds, found: Kinds) -> None:
-    """Raise ValueError if a checkpoint's arrays differ from ``expected`` in name, shape or dtype; the message lists up to 8."""
     remedy = "Make the model and the optimizer as they were, or give this run another folder"
     mine, theirs = ({name: shape for name, (_, shape) in kinds.items()} for kinds in (expected, found))
     check_state(mine, theirs, f"what {where} holds", remedy, most=8)

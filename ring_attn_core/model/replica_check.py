@@ -50,8 +50,7 @@ def tables_from_json(tables: Iterable[Any]) -> list[Table]:
 
 
 class RankDifference(ValueError):
-    """An error on only some ranks, or a difference between ranks.
-    A retry may help: a file system may show a saved file to some hosts later than to others."""
+    """An error on only some ranks, which a retry may mend: a file system may show a save to some hosts later than to others."""
 
 
 PAUSES = 0.5, 1.5, 3.0, 5.0
@@ -160,8 +159,7 @@ def differences(tables: Sequence[Table], unit: str) -> list[str]:
 
 
 def _difference(by_rank: Sequence[Sequence[Replica] | None], unit: str) -> str:
-    """Return the differences between one value's replicas in words, "" without any.
-    ``by_rank``: None if a table lacks the value."""
+    """Return the differences of one value's replicas in words, else "". ``by_rank``: None if a table lacks the value."""
     replicas = [replica for each in by_rank for replica in each or ()]
     kinds = _grouped((replica.kind, replica.owner) for replica in replicas)
     absent = [(unit, i) for i, each in enumerate(by_rank) if each is None]

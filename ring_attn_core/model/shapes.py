@@ -27,7 +27,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape(name: str) -> TransformerConfig:
-    """Return the config of a published model. Raise ValueError if the name is unknown; the message lists all names."""
     if name not in SHAPES:
         raise ValueError(f"no model is called {name!r}: choose one of {', '.join(SHAPES)}, or name a config.json")
     return TransformerConfig(**SHAPES[name])

@@ -35,8 +35,7 @@ DROPPED = {"auto_map", "_name_or_path"}
 
 def files_of(config: TransformerConfig, length: int | None, source: str | Path | None) -> dict[str, bytes]:
     """Return the content of each file that ``save_llama`` writes beside the weights, by file name.
-    Without ``source``, a Hugging Face folder, only config.json; else also BESIDE, and with equal model_types the keys of its
-    config.json that are not in the saved config, WRITTEN or DROPPED. ``length``: longest sequence in tokens."""
+    With a ``source`` of the same model_type, its other config keys but WRITTEN and DROPPED are kept. ``length``: in tokens."""
     ours = their_config(config, length)
     if source is None:
         return {CONFIG: json.dumps(ours, indent=2).encode()}

@@ -57,7 +57,6 @@ class WeightFolder(NamedTuple):
     files: dict[Path, WeightFile]
 
     def check_unwritten(self) -> None:
-        """Raise ValueError, naming the file, if the size or modification time of a weight file changed since it was opened."""
         for path, each in self.files.items():
             _check_unwritten(path, each.identity, each.file.fileno())
 
@@ -251,8 +250,7 @@ def _is_at(place: Path, number: int) -> bool:
 
 
 def _check_unwritten(path: Path, was: Identity, where: Path | int) -> None:
-    """Raise ValueError if a file was written to since it was opened as ``was``; with a path ``where``, also if it was replaced.
-    A chmod does not count as a write."""
+    """Raise ValueError if a file was written to since it was opened as ``was``, or replaced, by a path ``where``."""
     try:
         now = identity(where)
     except OSError as error:

@@ -41,8 +41,7 @@ def llama_name(name: str) -> str:
 
 
 def check_state(expected: Shapes, got: Shapes, what: str = "the state", remedy: str = MADE, most: int | None = None) -> None:
-    """Raise ValueError if a parameter is missing, unexpected or of the wrong shape.
-    ``what``: the state's name. ``remedy``: the message's end. ``most``: the most problems that it lists; None: all."""
+    """Raise ValueError if parameters are missing, unexpected or of another shape; list ``most`` of them, None: all."""
     problems = [f"{name} is missing" for name in expected if name not in got]
     problems += [f"{name} is unexpected" for name in got if name not in expected]
     problems += [

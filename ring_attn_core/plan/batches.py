@@ -221,8 +221,7 @@ def _place_long(sizes: list[int], compute: list[float], count: int, capacity: in
 
 
 def _water(compute: np.ndarray, room: np.ndarray, tokens: int, cost: float) -> np.ndarray:
-    """Return the tokens to add to each microbatch, at most its room and ``tokens`` in all, so that the compute is most even.
-    ``cost``: compute of a token that is added."""
+    """Return the tokens to add to each microbatch for the most even compute. ``cost``: compute of an added token."""
     if not cost:
         return room * (tokens / max(room.sum(), 1))
     low, high = float(compute.min()), float((compute + cost * room).max())

@@ -155,7 +155,6 @@ class RingPlan:
     @property
     def q_slot(self) -> int:
         """Return the number of tokens, padding included, that a query shard reserves for each run.
-
         A named layout cuts a shard into slots of equal size, one for each run. In a balanced layout the whole shard is one slot.
         """
         return self.seq_local if isinstance(self.order, BalancedLayout) else self.seq_local // layouts.slots(self.order)
@@ -167,7 +166,6 @@ class RingPlan:
     @cached_property
     def band(self) -> Band:
         """Return the mask with its bounds clamped to the number of tokens in all shards.
-
         Every lag (query - key position) is below this number. Clamped bounds keep the arithmetic in int32 for a traced rank too.
         """
         return self.mask.clamped(max(self.seq_local, self.kv_local) * self.ranks)
@@ -175,9 +173,7 @@ class RingPlan:
     @property
     def band_of_one_run(self) -> Band | None:
         """Return ``band`` if the layout is balanced, else None.
-
-        If it is not None, ``attend/one_run.py`` converts each step so that the kernels get shards of one run.
-        """
+        If it is not None, ``attend/one_run.py`` converts each step so that the kernels get shards of one run."""
         return self.band if isinstance(self.layout, BalancedLayout) else None
 
     def rows(self, rank: int, shift: int) -> Rows:
@@ -246,9 +242,7 @@ class RingPlan:
     @cached_property
     def by_counter(self) -> bool:
         """Return whether the positions of each run have stride 1 and start at a multiple of ``dropout.SPAN``, which is 16.
-
-        Then one GPU thread holds all 8 probabilities that share a Philox counter, and calls Philox once (``dropout.py``).
-        """
+        Then one GPU thread holds all 8 probabilities that share a Philox counter, and calls Philox once (``dropout.py``)."""
         return all(not start % SPAN and stride == 1 for runs in self.q_runs + self.k_runs for _, _, start, stride in runs)
 
     @cached_property
@@ -266,9 +260,7 @@ class RingPlan:
     @property
     def ways(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return two tuples: the shifts of keys that go forward round the ring, and of keys that go backward, nearest first.
-
-        Keys take the shorter direction, or go forward if both are equally long. Shift 0 is in neither tuple.
-        """
+        Keys take the shorter direction, or go forward if both are equally long. Shift 0 is in neither tuple."""
         near = tuple(shift for shift in self.shifts[1:] if 2 * shift <= self.ranks)
         return near, self.shifts[: len(near) : -1]
 

@@ -67,7 +67,6 @@ class Decode:
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the names of the optional arrays of the call."""
         return frozenset(array.name for array in self.arrays)
 
     @property

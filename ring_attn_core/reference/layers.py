@@ -98,8 +98,7 @@ class Layers:
         return dx, gradients if inner.dsinks is None else gradients | {at + "sinks": inner.dsinks}
 
     def _inner(self, weights: Arrays, at: str, x: Array, dout: Array | None) -> Attention:
-        """Return attention before the output projection, with gradients.
-        ``dout``: None means 0. ``at``: prefix of weights' names."""
+        """Return attention before the output projection, with gradients. ``dout``: None for 0. ``at``: prefix of names."""
         q, k, v = (self._heads(self._linear(x, weights[f"{at}{name}.weight"])) for name in "qkv")
         features = self.features._replace(sinks=weights.get(at + "sinks"))._asdict()
         arguments = self._turned(q), self._turned(k), v, self.sizes.mask, np.zeros_like(q) if dout is None else dout

@@ -17,9 +17,7 @@ from .oracle import Array, rounding, softmax
 
 class SummaryAttended(NamedTuple):
     """The results ``out`` and ``lse`` (natural log), with the gradients of q, k, v and pool.
-
-    Shapes: out [batch, tokens, heads, v_dim], lse [batch, tokens, heads].
-    """
+    Shapes: out [batch, tokens, heads, v_dim], lse [batch, tokens, heads]."""
 
     out: Array
     lse: Array
@@ -31,11 +29,9 @@ class SummaryAttended(NamedTuple):
 
 class SummaryFeatures(NamedTuple):
     """The arguments of ``summary_attention`` that change the result.
-
     ``block``: number of tokens per block. ``window``: minimum number of preceding tokens that a query sees individually.
     ``summaries``: number of summaries per block. ``pool``: the pooling queries [summaries, kv_heads, head_dim]; None means
-    pooling="mean". ``key_mask``: bool [batch, tokens].
-    """
+    pooling="mean". ``key_mask``: bool [batch, tokens]."""
 
     block: int
     window: int
@@ -47,7 +43,7 @@ class SummaryFeatures(NamedTuple):
 
 
 def exact_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, features: SummaryFeatures) -> SummaryAttended:
-    """Return summary attention and its gradients in float64, or in ``np.longdouble`` if q is float64.
+    """Return summary attention and its gradients in float64 (longdouble if q is).
     In the natural order of tokens: q [b s h d], k [b s g d], v [b s g e], dout [b s h e], dlse [b s h]."""
     return _attention((q, k, v, dout, dlse), features, np.longdouble if q.dtype.itemsize >= 8 else np.float64, lambda x: x)
 

@@ -159,8 +159,7 @@ class SummaryPlan:
 
     @property
     def exact_options(self) -> Options:
-        """The options of attention to the exact tokens: a sliding window that a query's extent narrows to a block's start.
-        If no block is summarized, the mask is causal."""
+        """Options of exact attention: a window that extents narrow to a block's start; causal without summarized blocks."""
         reach = self.options.window + self.options.block - 1
         return self.options.exact(sliding_window(reach) if self.blocks else causal())
 
