@@ -201,8 +201,7 @@ def _attend(inputs: dict[str, Any], where: ShardedAxes, options: Options) -> tup
 def over_mesh(
     attend: Any, settings: tuple[Any, ...], inputs: dict[str, Any], where: ShardedAxes, specs: dict[str, Any], return_lse: bool
 ) -> Any:
-    """Return out, or (out, lse), of ``attend(shards, where, *settings)`` for the shards of the ``inputs`` that are not None.
-    Calls of one function with equal ``settings`` compile once."""
+    """Return out, or (out, lse), of ``attend(shards, where, *settings)``. Calls with equal ``settings`` compile once."""
     put = lambda name, x: x if name == "dropout_seed" else on_mesh(x, where.mesh, specs[name])
     placed = {name: put(name, x) for name, x in inputs.items() if x is not None}
     named = tuple((name, specs[name]) for name in placed)
@@ -214,10 +213,8 @@ def _compiled(
     attend: Any, settings: tuple[Any, ...], where: ShardedAxes, specs: tuple[tuple[str, Any], ...], return_lse: bool, mapped: bool
 ) -> Any:
     """Return the jitted function of a dict of arrays, cached, because each call outside jit would compile a new function.
-
     JAX (0.10 to 0.12) gives arrays mapped by a vmap with spmd_axis_name another type, which ``check_vma`` refuses to combine with
-    others. So the check, which does not change gradients, is off if ``mapped``.
-    """
+    others. So the check, which does not change gradients, is off if ``mapped``."""
 
     def on_shards(inputs: dict[str, Any]) -> Any:
         out, lse = attend(inputs, where, *settings)

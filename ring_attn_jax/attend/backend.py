@@ -23,30 +23,24 @@ class Backend(Protocol):
 
     def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
         """Merge attention to the visible keys into ``total``, the state over the keys seen so far (None before the first step).
-
         ``rows`` int32 [q_runs, k_runs, fields]: a ``runs.Row`` for each pair of runs. The state is float32 (float64 for float64
-        inputs); ``out`` has q's dtype after the ``last`` step. It has a ``rest`` if ``carries_rest(q.dtype)``.
-        """
+        inputs); ``out`` has q's dtype after the ``last`` step. It has a ``rest`` if ``carries_rest(q.dtype)``."""
         ...
 
     def backward_inputs(
         self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State
     ) -> BackwardInputs:
         """Return the inputs that all steps of a backward share, with delta = rowsum(dout * out) - dlse. ``dtotal``: (dout, dlse).
-
         Steps compute ``exp(s - lse)``; this function scales dout and delta by ``exp(-rest)``. dout and delta may be NaN for a
-        query that sees no key: no such NaN may reach the gradients of keys and sinks, even if sinks make its lse finite.
-        """
+        query that sees no key: no such NaN may reach the gradients of keys and sinks, even if sinks make its lse finite."""
         ...
 
     def attend_backward(
         self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, arrived: Arrived, last: bool
     ) -> tuple[jax.Array, Gradients]:
         """Add the contribution of ``keys`` to ``dq``, and add dk and dv to the gradients that ``arrived()`` returns; return both.
-
         ``arrived()``: the gradients of ``keys`` from other ranks' queries, or None. ``dq`` is None before the first step.
-        Gradients are float32 (float64 for float64 inputs) until they are complete; then they may have q's dtype.
-        """
+        Gradients are float32 (float64 for float64 inputs) until they are complete; then they may have q's dtype."""
         ...
 
 

@@ -14,10 +14,8 @@ from ring_attn_core.kernels.call import BEYOND
 
 class Keys(NamedTuple):
     """A shard of keys and values. ``kv`` [b t g d+e] holds both, or k alone [b t g d] if ``v`` [b t g e] or k has the values.
-
     ``bits`` uint8 [b, ceil(t / 8)]: bit j % 8 of byte j // 8 is 1 if key j may be attended. ``extents`` int32 [b t 2]: the first
-    and the end of the query positions (``one_run.py``: local indices) that may see a key.
-    """
+    and the end of the query positions (``one_run.py``: local indices) that may see a key."""
 
     kv: jax.Array
     bits: jax.Array | None = None
@@ -33,10 +31,8 @@ def pack(
     two_arrays: bool = False,
 ) -> Keys:
     """Pack k [b t g d], v [b t g e] or None, key_mask bool [b t] and key_extents [b t 2].
-
     Without v the values are columns of k. Masked keys and values become 0, even if they are NaN. Extents are clipped to the range
-    of the kernels' int32 arithmetic. ``two_arrays`` keeps k and v apart, which saves a copy, if no keys travel.
-    """
+    of the kernels' int32 arithmetic. ``two_arrays`` keeps k and v apart, which saves a copy, if no keys travel."""
     arrays = [k] if v is None else [k, v] if two_arrays else [jnp.concatenate([k, v], -1)]
     bits = None
     if key_mask is not None:

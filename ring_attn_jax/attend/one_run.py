@@ -27,10 +27,8 @@ from .state import Arrived, BackwardInputs, Gradients, State
 
 def as_one_run(rows: jax.Array, keys: Keys, score: Score, queries: int, band: Band) -> tuple[jax.Array, Keys, Score]:
     """Convert a step of a balanced layout so that each shard is one run, and return its new rows, keys and score.
-
     The new rows are one Row of the two whole shards without a mask: the new extents, intervals of key indices, express ``band``.
-    ``queries``: number of tokens of the query shard, padding included.
-    """
+    ``queries``: number of tokens of the query shard, padding included."""
     q_runs, k_runs = rows[:, 0, 2:5], rows[0, :, 5:8]
     batch, tokens = keys.kv.shape[:2]
     q_pos, k_pos = positions_of(q_runs, queries), positions_of(k_runs, tokens)
@@ -77,9 +75,7 @@ def limits(at: jax.Array, band: Band) -> tuple[jax.Array, jax.Array]:
 @dataclass(frozen=True)
 class TracedRuns:
     """A backend for a traced layout: it converts each step from token positions to local indices, and calls ``backend``.
-
-    Here ``q_start`` and ``k_start`` of a ``runs.Row`` are indices in ``score.positions``, and the extents express the mask.
-    """
+    Here ``q_start`` and ``k_start`` of a ``runs.Row`` are indices in ``score.positions``, and the extents express the mask."""
 
     backend: Backend
 
@@ -104,9 +100,7 @@ class TracedRuns:
 
 def _converted(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> tuple[Keys, jax.Array, Score]:
     """Return the keys, rows and score of a step with indices in the two shards in place of token positions.
-
-    Query extents become intervals of key indices, and key extents intervals of query indices.
-    """
+    Query extents become intervals of key indices, and key extents intervals of query indices."""
     assert score.positions is not None and score.extents is not None
     at, table = Row(*rows[0, 0]), score.positions
     own: Any = lambda start, tokens: table[start + jnp.arange(tokens, dtype=jnp.int32)]

@@ -67,9 +67,7 @@ def ended_by_kernel(
     pairs: jax.Array, sinks: jax.Array | None, call: DecodeCall, ranks: int | None
 ) -> tuple[jax.Array, jax.Array]:
     """Merge packed pairs [pairs b n h e+1], of ``ranks`` ranks or (None) of splits, and the sinks by a kernel.
-
-    Return out [b n h e] in q's dtype and lse [b n h] in float32.
-    """
+    Return out [b n h e] in q's dtype and lse [b n h] in float32."""
     arguments = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": sinks.astype(jnp.float32)}
     out, lse = launch(launches.merge_pairs(call, ranks, True), arguments)
     return out, lse
@@ -137,9 +135,7 @@ class _Score(NamedTuple):
 
 class _State(NamedTuple):
     """The online-softmax state over some slots; kv head g has a row for each pair of a query and a query head of g.
-
-    ``top`` [b g rows]: the row max. ``total`` [b g rows]: sum of exp(s - top). ``acc`` [b g rows e]: sum of exp(s - top) v.
-    """
+    ``top`` [b g rows]: the row max. ``total`` [b g rows]: sum of exp(s - top). ``acc`` [b g rows e]: sum of exp(s - top) v."""
 
     top: jax.Array
     total: jax.Array
@@ -179,9 +175,7 @@ def _visible(arrays: DecodeArrays, of_tree: jax.Array | None, window: int | None
 
 def _attend(rows: jax.Array, keys: jax.Array, values: jax.Array, visibility: _Visibility, score: _Score) -> _State:
     """Return the state of the queries ``rows`` [b g rows d] over one chunk of c slots.
-
-    ``keys`` [b c g d], ``values`` [b c g e]. If v is NaN in a slot that no query sees, compute the product with 0 there.
-    """
+    ``keys`` [b c g d], ``values`` [b c g e]. If v is NaN in a slot that no query sees, compute the product with 0 there."""
     (b, g, m, _), n = rows.shape, visibility.visible.shape[1]
     s = _products(rows, keys)
     if score.softcap is not None:
@@ -201,10 +195,8 @@ def _attend(rows: jax.Array, keys: jax.Array, values: jax.Array, visibility: _Vi
 
 def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:
     """Return q . k [b g rows c] of the queries ``rows`` [b g rows d] and keys [b c g d].
-
     For a product batched over kv heads XLA copies k head by head: 87 ms on one core for 16,384 slots with 8 kv heads of dimension
-    128. At most ``FEW_ROWS`` rows are one matrix [g * rows, g * d] with zeros for other kv heads instead: 18 ms.
-    """
+    128. At most ``FEW_ROWS`` rows are one matrix [g * rows, g * d] with zeros for other kv heads instead: 18 ms."""
     b, g, m, d = rows.shape
     if g * m > FEW_ROWS:
         return dot("bgmd,bcgd->bgmc", rows, keys)

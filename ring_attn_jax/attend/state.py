@@ -11,10 +11,8 @@ import jax.numpy as jnp
 
 class State(NamedTuple):
     """The attention state over the keys seen so far: out [b s h e], lse [b s h] and rest [b s h].
-
     ``rest``, None for 16-bit inputs, is the rounding error of lse: the denominator is ``exp(lse + rest)``. At scores of 1e4 the
-    rounding of a float32 lse changes the denominator by up to 5e-4 of its value.
-    """
+    rounding of a float32 lse changes the denominator by up to 5e-4 of its value."""
 
     out: jax.Array
     lse: jax.Array
@@ -37,10 +35,8 @@ Arrived = Callable[[], jax.Array | None]
 
 class BackwardInputs(NamedTuple):
     """The inputs of all steps of a backward: q [b s h d], dout [b s h e], lse and delta.
-
     For kernels lse and delta are [b h s], lse in base 2, else [b s h]. ``sinks`` [h]: these queries' part of the sinks' gradient.
-    ``bounds`` int32 [b, q tiles, 4]: least ``first``, greatest ``end``, greatest ``first``, least ``end`` of a tile's extents.
-    """
+    ``bounds`` int32 [b, q tiles, 4]: least ``first``, greatest ``end``, greatest ``first``, least ``end`` of a tile's extents."""
 
     q: jax.Array
     dout: jax.Array

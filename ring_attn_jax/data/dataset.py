@@ -48,7 +48,6 @@ class SequenceShardedDataset(FolderDataset):
 
 
 def _shard(settings: DatasetSettings, batch: BatchArrays) -> Shard:
-    """Return the shard of NumPy arrays."""
     *arrays, dealt, labels = batch
     length = ShardLength(settings.length, dealt or settings.layout, settings.ranks)
     total = None if labels is None else np.int32(labels)
@@ -62,7 +61,6 @@ class ShardSource:
         self._batches, self._start = batches, start
 
     def __len__(self) -> int:
-        """Return the number of shards, or sys.maxsize if epochs are unlimited."""
         end = self._batches.index.end
         return sys.maxsize if end is None else end - self._start
 

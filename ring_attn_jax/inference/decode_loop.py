@@ -33,10 +33,7 @@ class PlacedModel(NamedTuple):
 
     @classmethod
     def of(cls, model: Decoder) -> PlacedModel:
-        """Put a model's weights on its mesh. A model without a mesh becomes a ring of one rank on its device.
-
-        Weights that are sharded over the mesh keep their sharding. All other weights are replicated.
-        """
+        """Put a model on its mesh, else on a ring of its device. Sharded weights stay so; others are replicated."""
         from flax import nnx
 
         graph, state = nnx.split(model)
@@ -54,7 +51,6 @@ class PlacedModel(NamedTuple):
         return program_of(function, self.graph, self.tree, self.mesh, specs_of(self.weights), donate=True)
 
     def put(self, x: Any) -> Any:
-        """Replicate the arrays of a pytree on all devices of the mesh."""
         return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))
 
 
@@ -71,10 +67,7 @@ class Prefilled:
     fresh: bool
 
     def __call__(self, model: RankModel, cache: KVCache, new: Any) -> Any:
-        """Return ``hidden`` [requests, dim] with the last block's outputs for the prompts that end in the chunk, and the cache.
-
-        ``new``: (hidden, (ids, lengths, mask of the prompts that end)).
-        """
+        """Return ``hidden`` [requests, dim] with the last outputs of the prompts that end, and the cache."""
         hidden, (ids, lengths, ends) = new
         last, cache = last_hidden(model, cache, ids, lengths if self.equal is None else self.equal, self.fresh, ids.shape[1])
         return jnp.where(ends[:, None], last, hidden), cache
@@ -107,9 +100,7 @@ def _ended(tokens: jax.Array, cache: KVCache, ends: tuple[jax.Array, jax.Array])
 
 class DecodeLoop:
     """The state of the decode loop: the cache, and each request's newest token.
-
-    ``newest``: (tokens int32 [requests], finished bool [requests]: has drawn a stop id or its maximum number of new tokens).
-    """
+    ``newest``: (tokens int32 [requests], finished bool [requests]: has drawn a stop id or its maximum number of new tokens)."""
 
     def __init__(self, placed: PlacedModel, cache: KVCache, generation: Generation) -> None:
         self._weights, self.cache = placed.weights, cache
@@ -128,7 +119,6 @@ class DecodeLoop:
         """True if the next step is launched before the host reads the newest tokens, so that the device works meanwhile."""
 
     def begin(self, hidden: jax.Array) -> None:
-        """Draw the first new tokens from the prompts' last hidden states [requests, dim]."""
         self._run(self._first, hidden)
 
     def step(self) -> None:

@@ -32,8 +32,7 @@ Pair = tuple[jax.Array, jax.Array]
 def in_global_order(
     q: jax.Array, new: Pair, cache: KVCache, layer: int, step: DecodeStep, arrays: Arrays, options: Options
 ) -> tuple[jax.Array, Pair]:
-    """Return the attention of this rank's queries, and ``new``, k and v, to be written when the layer has been read.
-    ``options.length``: the tokens of the whole sequence."""
+    """Return the attention of this rank's queries, and ``new`` (k, v) to write. ``options.length``: of the whole sequence."""
     length: Any = options.length
     of = lambda x: x if step.rows is None else x[step.into[:, 0]]
     (k, v), places = new, step.positions

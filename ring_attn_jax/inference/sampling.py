@@ -70,10 +70,8 @@ def _numbers(numbers: Any, logits: jax.Array) -> jax.Array:
 
 def drawn(logits: jax.Array, parameters: SamplingParameters, requests: jax.Array, positions: jax.Array) -> jax.Array:
     """Draw the next token of each request from logits [b vocab]; return int32 [b]. Parameters are numbers, arrays [b] or None.
-
     ``positions`` [b]: the number of cached tokens of each. The arithmetic is that of :mod:`ring_attn_core.sampling`, in float32
-    (float64 for float64).
-    """
+    (float64 for float64)."""
     if parameters.temperature is None:
         return logits.argmax(-1).astype(jnp.int32)
     wide = logits.astype(accumulation_dtype(logits.dtype))

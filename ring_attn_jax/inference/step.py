@@ -21,16 +21,13 @@ META = ("tokens", "layout", "length", "fresh", "ragged", "rows")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DecodeStep(StepArrays):
     """The new tokens of a step as a pytree. The step's requests are ``rows``, indices in the cache; None: all of them.
-
-    ``ragged``: True if a request may have fewer tokens of the chunk than ``length``.
-    """
+    ``ragged``: True if a request may have fewer tokens of the chunk than ``length``."""
 
     ragged: bool
     rows: tuple[int, ...] | None
 
     @property
     def into(self) -> jax.Array:
-        """The requests' indices in the cache, int32 [requests, 1]."""
         rows = jnp.arange(len(self.chunk)) if self.rows is None else jnp.asarray(self.rows)
         return rows.astype(jnp.int32)[:, None]
 

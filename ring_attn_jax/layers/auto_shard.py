@@ -43,7 +43,6 @@ class ShardedRows(NamedTuple):
         return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     def shard_mask(self, mask: jax.Array | None) -> jax.Array | None:
-        """Return ``shard(mask)``, or None for None."""
         return None if mask is None else self.shard(mask)
 
     def unshard(self, x: jax.Array) -> jax.Array:

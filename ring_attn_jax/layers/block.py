@@ -25,10 +25,8 @@ Mixer = RingAttention | GatedDeltaNet | Mamba2
 
 class SwiGLU(nnx.Module):
     """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim].
-
     ``chunk``: the maximum number of tokens computed at a time, None for all; the backward recomputes several chunks. ``where``:
-    the mesh axes of global arrays, so that each device chunks its own tokens; None inside shard_map.
-    """
+    the mesh axes of global arrays, so that each device chunks its own tokens; None inside shard_map."""
 
     def __init__(
         self,
@@ -58,10 +56,8 @@ class SwiGLU(nnx.Module):
 
 class Block(nnx.Module):
     """A pre-norm transformer block: ``x += attention(norm(x)); x += mlp(norm(x))``.
-
     ``attention``: a RingAttention, or a recurrent layer in its place. ``hidden``: features inside the MLP. ``mlp_chunk``: the
-    most tokens that the MLP computes at a time; None for all.
-    """
+    most tokens that the MLP computes at a time; None for all."""
 
     def __init__(
         self, attention: Mixer, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False, *, rngs: nnx.Rngs

@@ -21,10 +21,8 @@ def in_chunks(
     function: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array, chunk: int, where: ShardedAxes | None
 ) -> jax.Array:
     """Compute ``function(weights, x)`` for x [b s ...] in chunks of at most ``chunk`` tokens. The backward recomputes each chunk.
-
     With ``where``, the mesh axes of global arrays (None inside shard_map), each device chunks its own tokens, and weight
-    gradients are summed over devices once. If no gradient needs the output, an outer jax.checkpoint does not recompute it.
-    """
+    gradients are summed over devices once. If no gradient needs the output, an outer jax.checkpoint does not recompute it."""
 
     def on_shard(weights: Any, x: jax.Array) -> jax.Array:
         if x.shape[1] <= chunk:
@@ -45,9 +43,7 @@ def in_chunks(
 
 def _beside_explicit_axes(function: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array) -> jax.Array:
     """Return ``function(weights, x)``. Inside ``function`` the Explicit mesh axes are Auto, so that XLA shards over them.
-
-    A custom_vjp makes these axes Auto in the backward too: JAX's own would start from zeros on the outer, Explicit mesh.
-    """
+    A custom_vjp makes these axes Auto in the backward too: JAX's own would start from zeros on the outer, Explicit mesh."""
     if not explicit_axes():
         return function(weights, x)
     forward = on_auto_axes(function, PartitionSpec())
@@ -63,9 +59,7 @@ def _beside_explicit_axes(function: Callable[[Any, jax.Array], jax.Array], weigh
 
 def to_chunks(x: jax.Array, chunk: int, pad_value: Any = 0) -> jax.Array:
     """Split x [b s ...] into [chunks b c ...] with c <= chunk. Pad the end with ``pad_value``.
-
-    Chunk i holds the tokens i modulo the number of chunks, so that each device that shards tokens computes on every chunk.
-    """
+    Chunk i holds the tokens i modulo the number of chunks, so that each device that shards tokens computes on every chunk."""
     batch, tokens = x.shape[:2]
     length = even_chunk(tokens, chunk)
     chunks = max(-(-tokens // length), 1)

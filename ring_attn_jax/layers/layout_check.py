@@ -36,10 +36,8 @@ def check_layout(
     ring: LayerRing,
 ) -> jax.Array:
     """Return ``x`` [b s dim] with NaN at misplaced tokens, or raise ValueError if the values of the extents are known.
-
     A causal query is misplaced if its extent begins after it, a token of a tree if it lies outside its key extent. Arrays of
-    wrong shapes and dtypes are not checked, because the layers refuse them.
-    """
+    wrong shapes and dtypes are not checked, because the layers refuse them."""
     arrays = [(of_tree, given) for of_tree, given in ((False, extents), (True, key_extents)) if _fits(given, x)]
     tokens = _tokens(x.shape[1], layout, ring) if arrays else None
     if tokens is None:

@@ -123,5 +123,4 @@ class Taps(nnx.Module):
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
-        """Return weight [channels, taps], and bias if there is one."""
         return self.weight[...][:, 0], *([] if self.bias is None else [self.bias[...]])

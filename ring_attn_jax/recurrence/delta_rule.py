@@ -97,8 +97,7 @@ def delta_rule(
 
 
 def _run(effect: int, q: Any, k: Any, v: Any, g: Any, beta: Any, documents: Any) -> tuple[jax.Array, jax.Array]:
-    """Return of runs [runs, n, ...] [out | effect] [runs, n, heads, V + K] and [bias | transition] [runs, heads, K, V + K]. If
-    ``effect`` is 0 instead of K, the second parts are left out."""
+    """Return runs' [out | effect] [runs, n, heads, V + K] and [bias | transition]; with an ``effect`` of 0 out and bias."""
     (runs, n, heads, size), chunk = k.shape, CHUNK[g.ndim]
     g = g[..., None] if g.ndim == 3 else g
     segment = min(chunk * SEGMENT, -(-n // chunk) * chunk)
@@ -143,10 +142,8 @@ def _segment(carried: Any, inputs: Any, chunk: int) -> Any:
 
 def _inverse(system: jax.Array) -> jax.Array:
     """Return the inverses of unit lower triangular matrices of ``CHUNK`` rows, from the inverses of their diagonal blocks.
-
     The inverse of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']]. jaxlib's batched solve waits for ever on CPUs: the threads of
-    the devices wait for tasks that only these threads could run.
-    """
+    the devices wait for tasks that only these threads could run."""
     blocks = jnp.ones_like(system[..., :1, None])
     while (size := blocks.shape[-1]) < system.shape[-1]:
         pairs = system.reshape(*system.shape[:-2], *(system.shape[-1] // (2 * size), 2, size) * 2)[..., 1, :, :, 0, :]

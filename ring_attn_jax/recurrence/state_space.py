@@ -64,8 +64,7 @@ def state_space(
 
 
 def scan(arrays: dict[str, Any], where: Where, backend: str = "auto") -> tuple[jax.Array, jax.Array | None]:
-    """Compute ``state_space`` from ``where.initial`` on. Return also the last state [batch, heads, P, N], if wanted; both are of
-    Mamba-2 alone."""
+    """Compute ``state_space`` from ``where.initial`` on. Return also Mamba-2's last state, if wanted."""
     x, dt, A, B, C, D = arrays.values()
     check = lambda _: check_state_space({name: None if y is None else y.shape for name, y in arrays.items()}, backend)
     shard = RunShard.of("state_space", x, where, check)
@@ -84,7 +83,6 @@ def scan(arrays: dict[str, Any], where: Where, backend: str = "auto") -> tuple[j
 def _structured(
     shard: RunShard, shape: Any, runs: list[jax.Array], A: jax.Array, where: Where
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Mamba-2, of x, dt, B, C and documents [runs, n, ...]."""
     x, dt, B, C, documents = runs
     B, C = (jnp.repeat(each, x.shape[2] // each.shape[2], 2) for each in (B, C))
     state = 0 * x[:, 0, :, :, None] * B[:, 0, :, None]
@@ -112,7 +110,6 @@ def _structured_chunk(carried: Any, inputs: Any) -> Any:
 
 
 def _selective(shard: RunShard, shape: Any, runs: list[jax.Array], A: jax.Array) -> jax.Array:
-    """Mamba-1, of x, dt, B, C and documents [runs, n, ...]."""
     x, dt, B, C, documents = runs
     apart = lambda y: y.reshape(*shape, 1, *y.shape[1:])
     zeros = 0 * x[:, 0, :, None] * A

@@ -199,7 +199,6 @@ def _class_of(optimizer: nnx.Optimizer | None) -> str | None:
 
 
 def _config(model: nnx.Module) -> TransformerConfig | None:
-    """Return the config of ``model``, a RingTransformer or a module that contains one. Return None for other models."""
     return next((module.config for _, module in nnx.iter_graph(model) if isinstance(module, RingTransformer)), None)
 
 

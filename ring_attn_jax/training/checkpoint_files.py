@@ -34,10 +34,7 @@ _saves = count()
 
 
 class CheckpointFiles:
-    """A writer and reader of named arrays through orbax. Writing runs in the background.
-
-    It calls orbax's handler: in the checkpointer's barriers all processes would wait for a failed process.
-    """
+    """A writer and reader of arrays by orbax's handler: in its checkpointer's barriers all would wait for a failed process."""
 
     def __init__(self) -> None:
         import orbax.checkpoint as orbax
@@ -61,10 +58,8 @@ class CheckpointFiles:
                 write.result()
 
     def end(self, folder: Path, done: Path, commit: Callable[[dict[str, Any]], None]) -> None:
-        """Wait until all processes have written. Process 0 then calls ``commit`` with the size and digest of each file.
-
-        ``commit`` renames ``folder`` to ``done``. A process that fails raises its own error, and each other process an OSError.
-        """
+        """Wait until all have written; process 0 then calls ``commit``, which renames ``folder`` to ``done``. A failed process
+        raises its own error, and each other one an OSError."""
         from orbax.checkpoint import multihost
 
         number, barrier, processes = next(_saves), multihost.get_barrier_sync_fn(), jax.process_count()

@@ -45,7 +45,6 @@ def values_of(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, A
 
 
 def set_values(model: nnx.Module, optimizer: nnx.Optimizer | None, values: dict[str, Any]) -> None:
-    """Set the variables of ``model`` and ``optimizer`` to ``values``, by the names of ``values_of``."""
     for which, module in (("model", model), ("optimizer", optimizer)):
         flat = []
         for path, variable in _variables(module):
@@ -56,10 +55,7 @@ def set_values(model: nnx.Module, optimizer: nnx.Optimizer | None, values: dict[
 
 
 def split(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (the arrays that orbax can write, the entries of run.json for the other values).
-
-    Orbax writes no array of size 0, and forgets that a scalar made of a Python number is weakly typed.
-    """
+    """Return the arrays that orbax can write, which has none of size 0 and no weak types, and run.json's other entries."""
     plain: dict[str, Any] = {}
     for name, x in values.items():
         check_exists(name, x)
@@ -85,10 +81,8 @@ def kind_of(x: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def kinds_for(values: dict[str, Any], held: Kinds, model: nnx.Module, optimizer: nnx.Optimizer | None) -> Kinds:
-    """Return the kinds that a checkpoint must have for ``values``: ``held``, its own, where a run may change them, else these.
-
-    A run may set a number or a hyperparameter of optax, and a step of the optimizer may promote the dtypes of its states.
-    """
+    """Return the kinds that a checkpoint must have for ``values``. It has its own, ``held``, where a run may change them or an
+    optimizer's step promotes them."""
     kinds = {name: kind_of(x) for name, x in values.items()}
     other = {name: held[name] for name, kind in kinds.items() if held.get(name, kind) != kind and held[name][1] == kind[1]}
     later = _later_kinds(model, optimizer) if any(name.startswith("optimizer.") for name in other) else set()

@@ -32,7 +32,6 @@ class Labels(NamedTuple):
     weights: jax.Array | None = None
 
     def weighted(self, x: jax.Array) -> jax.Array:
-        """Multiply ``x`` [..., tokens] by the weights."""
         return x if self.weights is None else x * self.weights.astype(x.dtype)
 
 
@@ -61,7 +60,6 @@ def order_free_sum(x: jax.Array) -> jax.Array:
 
 
 def sum_of_logits(logits: jax.Array, labels: Labels, settings: ChunkSettings) -> Sums:
-    """Return the weighted sum of the cross-entropies of ``logits`` [... vocab] and ``labels`` [...]."""
     return _sum_of_logits(*vary_alike((), logits, labels), settings)
 
 
@@ -87,9 +85,7 @@ _sum_of_logits.defvjp(_logits_forward, _logits_backward)
 
 def sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings) -> Sums:
     """Return the weighted sum of the cross-entropies of ``hidden head^T``, hidden [b s dim], head [vocab dim], labels [b s].
-
-    Products are computed in hidden's dtype; the softmax and sums over tokens in at least float32.
-    """
+    Products are computed in hidden's dtype; the softmax and sums over tokens in at least float32."""
     wide = head.astype(accumulation_dtype(hidden.dtype))
     return _sum_of_hidden(*vary_alike((), hidden, wide, labels), settings)
 

@@ -122,7 +122,6 @@ _values.defvjp(_forward, _backward)
 
 
 def _length(x: jax.Array, settings: LogProbSettings) -> int:
-    """Return the number of tokens of each batch row in a chunk."""
     return max(settings.chunk // max(x.shape[0], 1), 1)
 
 

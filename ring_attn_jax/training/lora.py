@@ -60,7 +60,6 @@ def save_adapters(model: nnx.Module, lora: LoRA, folder: str | Path, base: str |
 
 
 def _linears(model: nnx.Module) -> Iterator[tuple[str, LinearMap]]:
-    """Yield (name, linear map) of each linear map in ``model``, such as ``blocks.0.attention.q``."""
     for path, module in nnx.iter_modules(model):
         if isinstance(module, LinearMap):
             yield ".".join(map(str, path)), module

@@ -115,7 +115,6 @@ def _over_ranks(
     reduction: str,
     axis_name: str | Sequence[str] | None,
 ) -> jax.Array:
-    """Return the loss over the shards of all ranks along ``axis_name``, or over global arrays if ``axis_name`` is None."""
     labels = _constants(labels, settings.ignored, accumulation_dtype(logits.dtype), reduction)
     if head is None:
         total, each = sum_of_logits(logits, labels, settings)

@@ -95,10 +95,8 @@ def check_exists(name: str, x: Any) -> None:
 
 def _replicas(x: Any) -> list[Replica]:
     """Return the Replicas of ``x`` in this process: its copies that must equal other copies, in this process or in others.
-
     A jax.Array has a Replica for each local device whose shard another device also holds, or for each device if every process
-    should hold the same array; else one of its dtype and shape only. Other values have one.
-    """
+    should hold the same array; else one of its dtype and shape only. Other values have one."""
     if not isinstance(x, jax.Array):
         return [plain_replica(("process", jax.process_index()), x)]
     kind = array_kind("Array", x.dtype, x.shape)
@@ -152,11 +150,8 @@ def gather_to_host(x: jax.Array) -> np.ndarray:
 
 @contextmanager
 def together(call: str, mesh: Any) -> Iterator[list[str]]:
-    """Run the ``with`` block in all processes, and raise the error of the failed process with the lowest index in all of them.
-
-    An OSError stays one; others become RankDifference if the block succeeded elsewhere, else ValueError. Texts appended to the
-    yielded list must be equal. If ``mesh`` does not span all processes, each raises only its own error.
-    """
+    """Run the block in all processes, and raise the first failed one's error in all. It is a RankDifference if the block
+    succeeded elsewhere or appended texts differ. Without a ``mesh`` of all processes, each raises its own."""
     error, alike = None, list[str]()
     try:
         yield alike
@@ -194,11 +189,8 @@ def check_kinds(arrays: Mapping[str, Any]) -> None:
 
 
 def agreed(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
-    """Call ``function`` in every process, and return the list of all processes' return values, which must be JSON values.
-
-    All raise the error of the failed process with the lowest index: an OSError as such, others as a ValueError. ``alike``: values
-    by name that must be equal in all processes.
-    """
+    """Return all processes' values of ``function``, which JSON can hold. ``alike`` must be equal. All raise the first failed
+    process's error: an OSError as such, others as a ValueError."""
     error, value = None, None
     try:
         value = function()
@@ -217,5 +209,4 @@ def agreed(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
 
 
 def by_process(name: str, values: list[Any]) -> str:
-    """Return a text that lists the value of each process, such as "step is 3 in process 0, 4 in process 1"."""
     return f"{name} is {', '.join(f'{value} in process {process}' for process, value in enumerate(values))}"

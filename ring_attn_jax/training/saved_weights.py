@@ -64,8 +64,7 @@ def load_weights(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = 
 
 
 def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], ring: dict[str, Any]) -> RingTransformer:
-    """Load a RingTransformer from a folder that ``save_weights``, ``save_llama`` or Hugging Face wrote.
-    ``dtypes``: (of the weights, of the computation), None for the config's. Processes of a mesh over all of them retry."""
+    """Load a folder of ``save_weights``, ``save_llama`` or Hugging Face. ``dtypes``: (weights, computation), None: config's."""
 
     def describe(held: WeightFolder) -> tuple[Empty, TransformerConfig]:
         config, named = naming.config(held), zip(("param_dtype", "compute_dtype"), dtypes, strict=True)

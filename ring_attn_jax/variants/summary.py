@@ -238,7 +238,6 @@ def _summaries(inputs: SummaryInputs, plan: SummaryPlan, axis_name: str) -> Summ
 
 
 def _checked(inputs: SummaryInputs, options: SummaryOptions, ranks: int) -> SummaryPlan:
-    """Return the plan of the call, after checks of its arrays and options."""
     q, k, v, pool, _ = inputs
     dtype_names(q, k, v)
     (of_pool,) = described({"pool": pool}) or (None,)
