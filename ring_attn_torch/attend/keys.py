@@ -13,12 +13,10 @@ from ring_attn_core.kernels.call import BEYOND
 
 class Keys(NamedTuple):
     """A shard of keys and values, packed in one array. If no keys travel between ranks, k and v may be two arrays.
-
     ``kv`` [b t g d+e]: k and v, or k alone [b t g d] if ``v`` [b t g e] is present or the values are columns of k. ``bits``
     uint8 [b, ceil(t / 8)], None without a key mask: bit j % 8 of byte j // 8 is 1 if key j may be attended. ``extents`` int32
     [b t 2], None without a limit: for each key the first and the end (exclusive) of the query positions that may see the key,
-    at least 0. ``one_run.py`` converts these positions to local query indices.
-    """
+    at least 0. ``one_run.py`` converts these positions to local query indices."""
 
     kv: Tensor
     bits: Tensor | None = None

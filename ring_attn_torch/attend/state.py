@@ -12,10 +12,8 @@ from torch import Tensor
 
 class State(NamedTuple):
     """The attention state over the keys seen so far: out [b s h e], lse [b s h] and rest [b s h].
-
     ``rest`` is the rounding error of lse: the softmax's denominator is ``exp(lse + rest)``. At scores of 1e4 the rounding of a
-    float32 lse changes it by up to 5e-4 of its value. ``rest`` is None for 16-bit inputs: their scores have larger errors.
-    """
+    float32 lse changes it by up to 5e-4 of its value. ``rest`` is None for 16-bit inputs: their scores have larger errors."""
 
     out: Tensor
     lse: Tensor
@@ -34,11 +32,9 @@ Arrived = Callable[[], Tensor | None]
 
 class BackwardInputs(NamedTuple):
     """The inputs that all steps of a backward share: q [b s h d], dout [b s h e], lse and delta [b s h].
-
     Kernels take lse, in base 2, and delta as [b h s]. ``sinks`` [h]: these queries' contribution to the sinks' gradient.
     ``bounds`` int32 [b, q tiles, 4], for kernels: least ``first``, greatest ``end``, greatest ``first`` and least ``end`` of
-    the extents [first, end) in each query tile. ``out`` [b s h e]: the forward's output, for the vendors' backends.
-    """
+    the extents [first, end) in each query tile. ``out`` [b s h e]: the forward's output, for the vendors' backends."""
 
     q: Tensor
     dout: Tensor

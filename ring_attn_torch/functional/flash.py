@@ -58,12 +58,10 @@ class _FlashOptions(NamedTuple):
 
     def window(self, queries: int, keys: int) -> tuple[int | None, int | None]:
         """Return ``sides``. Raise ValueError if flash_attn 2.8 computes another window on ``queries`` and ``keys`` tokens.
-
         Its kernels treat a right side of at least ``keys`` as open. If also ``left < keys``, they replace an open right side by
         ``keys``. So they may compute another right side than ``sides`` has. Let r be the smaller of the two right sides. The
         windows differ only for queries more than r tokens before the last query. For packed documents, ``queries`` is the number
-        of queries in the longest document, and ``keys`` is max_seqlen_k, as in the kernels.
-        """
+        of queries in the longest document, and ``keys`` is max_seqlen_k, as in the kernels."""
         left, right = self.sides
         documented = queries if right is None else right
         computed = documented if documented < keys else keys if left is not None and left < keys else queries
@@ -247,8 +245,7 @@ def _band(sides: tuple[int | None, int | None], offset: int) -> Band:
 
 
 def _ends(of: str, cu_seqlens: Any, total: int, longest: Any) -> tuple[Tensor, int | None]:
-    """Return checked cu_seqlens as int64, and the longest document's number of tokens; None under torch.compile or on meta
-    tensors. ``of``: "q" or "k". ``total``: tokens of the row. ``longest``: max_seqlen."""
+    """Return checked cu_seqlens as int64, and the longest document; None if values are unknown. ``of``: "q" or "k"."""
     name = f"cu_seqlens_{of}"
     ends = integers(name, cu_seqlens, "documents + 1")
     if not ends.shape[0]:

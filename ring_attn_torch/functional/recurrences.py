@@ -186,8 +186,7 @@ def _on_ring(
     documents: dict[str, Any],
     others: dict[str, object],
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """Return the arrays of ``prepare``, [batch, s, ...] first, and the ring's arguments, with extents of ``documents``. Raise
-    ValueError if one of ``others`` is set. If one rank fails, in ``prepare`` too, all ranks raise."""
+    """Return the arrays of ``prepare`` and the ring's arguments. All ranks raise if one fails or one of ``others`` is set."""
     group, layout, length = where
     ring, given = ring_of(group), {key: x for key, x in documents.items() if x is not None}
     ranks = ranks_of(ring)

@@ -21,11 +21,9 @@ Read = Callable[[], list[int]]
 
 class DecodeLoop:
     """The decode loop of ``generate``, whose step is a CUDA graph on GPUs.
-
     ``tokens`` int64 [requests]: the newest tokens. ``finished`` bool [requests]: the request has drawn a stop id or its
     maximum. On CUDA the first step runs eagerly, since it compiles kernels and creates communicators; the second is captured.
-    Rank 0 broadcasts its tokens, since ranks that round differently could otherwise draw different tokens.
-    """
+    Rank 0 broadcasts its tokens, since ranks that round differently could otherwise draw different tokens."""
 
     def __init__(self, model: Decoder, cache: KVCache, generation: Generation) -> None:
         self._model, self._cache, device = model, cache, cache.counts.device
@@ -58,8 +56,7 @@ class DecodeLoop:
         self._steps += 1
 
     def read(self) -> Read:
-        """Return a function that returns the newest tokens. On CUDA ``read`` starts a copy to one of two host buffers: call the
-        function within two steps. On a CPU nothing is copied: call it before the next step, which overwrites the tokens."""
+        """Return a function that returns the newest tokens: on CUDA within two steps, on a CPU before the next one."""
         if not self.ahead:
             return self.tokens.tolist
         if not self._sent:

@@ -153,8 +153,7 @@ def last_hidden(model: Decoder, ids: Tensor, cache: KVCache, lengths: Lengths | 
 
 
 def _through(model: Decoder, ids: Tensor, cache: KVCache, step: DecodeStep, attend: Attend, mix: Mix) -> Tensor:
-    """Run the blocks on the tokens ``ids`` [b s] at the step's positions, then advance the cache. Return [b s dim]. ``attend`` is
-    the attention, and ``mix`` the recurrent layers."""
+    """Run the blocks on ``ids`` [b s] by ``attend`` and, in recurrent layers, ``mix``; advance the cache. Return [b s dim]."""
     x, turns, after = model.embedded(ids.long()), {}, []
 
     def recurrent(mixer: Any, name: str, layer: int, x: Tensor) -> Tensor:

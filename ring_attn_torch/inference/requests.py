@@ -34,9 +34,7 @@ VERSIONS = count()
 @dataclass(eq=False, repr=False)
 class Requests:
     """The arrays of a cache, described in :class:`KVCache`, and the operations on its requests between steps.
-
-    ``host_state``: the lengths and counts that the host knows without reading the device.
-    """
+    ``host_state``: the lengths and counts that the host knows without reading the device."""
 
     k: Tensor
     v: Tensor
@@ -248,6 +246,5 @@ def empty(spec: CacheSpec, device: torch.device) -> list[Tensor]:
 
 
 def empty_states(spec: CacheSpec, device: torch.device) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Return the states of each recurrent layer of an empty cache."""
     zeros = lambda shape: torch.zeros((spec.batch, *shape), dtype=getattr(torch, spec.state_dtype), device=device)
     return tuple((zeros(conv), zeros(state)) for conv, state in spec.states)

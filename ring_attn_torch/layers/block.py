@@ -74,8 +74,7 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
     def over_cache(self, x: Tensor, positions: Tensor, attend: Attend, turns: dict[Rotary, Turns]) -> Tensor:
-        """Return the block's output for x [b s dim] with ``attend(q, k, v)`` as attention. ``turns``: those of earlier blocks at
-        ``positions``, extended by the block's own, whose computation takes about the time of a short product."""
+        """Return the output for x [b s dim], with ``attend(q, k, v)`` as attention. ``turns``: shared, extended by its own."""
         assert isinstance(self.attention, RingAttention), "recurrent layers have states instead"
         embedding = self.attention.rotary
         if shares_turns(embedding) and embedding.rotary not in turns:

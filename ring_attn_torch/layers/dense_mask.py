@@ -14,8 +14,7 @@ from ring_attn_core.masks import causal
 
 
 def visible_of(name: str, mask: Tensor) -> Tensor:
-    """Convert a torch mask, bool (True: hidden) or additive (0: visible), to bool, True for visible. ``name``: for errors. Under
-    torch.compile the values of an additive mask are unknown and not checked."""
+    """Return a torch mask as bool, True for visible. Under torch.compile an additive mask's values are not checked."""
     if mask.dtype == torch.bool:
         return ~mask
     if not mask.is_floating_point():

@@ -21,8 +21,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Projections(nn.Module):
-    """The base of attention layers: projections ``q``, ``k``, ``v``, ``o``, head norms ``q_norm``, ``k_norm``, and ``rotary``.
-    Norms and rotary are None if ``config`` has none."""
+    """The base of attention layers: ``q``, ``k``, ``v``, ``o``; ``q_norm``, ``k_norm`` and ``rotary``, each perhaps None."""
 
     def __init__(self, arguments: AttentionConfig) -> None:
         super().__init__()

@@ -63,8 +63,7 @@ class Recurrent(nn.Module):
 
 
 class Taps(nn.Module):
-    """The weights of a convolution of each channel alone, as torch.nn.Conv1d holds them: ``weight`` [channels, 1, taps], and
-    ``bias`` or None. The weight is drawn from a normal distribution with standard deviation ``taps ** -0.5``."""
+    """A depthwise convolution's ``weight`` [channels, 1, taps], drawn with deviation ``taps ** -0.5``, and perhaps ``bias``."""
 
     def __init__(self, channels: int, taps: int, bias: bool, param_dtype: str) -> None:
         super().__init__()

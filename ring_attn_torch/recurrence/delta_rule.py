@@ -110,8 +110,7 @@ def _from_state(out: Tensor, state: Tensor) -> Tensor:
 
 
 def _run(arrays: list[Tensor], documents: Tensor | None, effect: bool) -> tuple[Tensor, Tensor]:
-    """Return a run's [out | effect] [batch, n, heads, V + K] and [bias | transition] [batch, heads, K, V + K]. Without ``effect``
-    they are out and bias alone."""
+    """Return a run's [out | effect] [batch, n, heads, V + K] and [bias | transition]; without ``effect`` out and bias."""
     q, k, v, g, beta = arrays
     batch, n, heads, size = k.shape
     chunk = CHUNK[g.ndim]

@@ -61,8 +61,7 @@ def state_space(
 
 
 def scan(arrays: dict[str, Any], where: Where, backend: str = "auto") -> tuple[Tensor, Tensor | None]:
-    """Compute ``state_space`` from ``where.initial`` on. Return also the last state [batch, heads, P, N], or [batch, channels,
-    N] of Mamba-1, if wanted."""
+    """Compute ``state_space`` from ``where.initial`` on. Return also the last state, if wanted."""
     x, dt, A, B, C, D = arrays.values()
     shapes = {name: None if each is None else tuple(each.shape) for name, each in arrays.items()}
     check = lambda _: check_state_space(shapes, backend)
@@ -82,7 +81,6 @@ Run = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 
 def _structured(shard: RunShard, runs: list[Run], A: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
-    """Mamba-2."""
     outs, ends, decays, effects = [], [], [], []
     carried, last = bool(shard.order.slots) or where.last, None
     for x, dt, B, C, documents in runs:
@@ -125,7 +123,6 @@ def _structured_chunk(*inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _selective(shard: RunShard, runs: list[Run], A: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
-    """Mamba-1."""
     zeros = runs[0][0].new_zeros(runs[0][0].shape[0], *A.shape)
     found = [_scan(run, A, tied(zeros, *run[:3])) for run in runs]
     if not (shard.order.slots or where.last):

@@ -45,7 +45,6 @@ def config_of(model: nn.Module) -> TransformerConfig | None:
 
 
 def kinds_of(tensors: dict[str, Any]) -> Kinds:
-    """Map the name of each tensor or DTensor to (dtype, global shape)."""
     return {name: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in tensors.items()}
 
 
@@ -58,8 +57,7 @@ def copied(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def write(folder: Path, tensors: dict[str, Any], commit: Callable[[dict[str, Any]], None], group: Group) -> None:
-    """Write this rank's shards of ``tensors`` into ``folder``; the first rank then calls ``commit`` with each file's size and
-    digest. Every rank of ``group`` must call ``write``. If a rank fails, all ranks raise the same error."""
+    """Write this rank's shards of ``tensors``; the first rank then calls ``commit``. If a rank of ``group`` fails, all raise."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
     from torch.futures import Future
@@ -114,8 +112,7 @@ def read(where: Path, places: dict[str, Any], group: Group) -> None:
 
 
 def failed(step: int, error: BaseException) -> BaseException:
-    """Return the error to raise after a failed save: an OSError that quotes the lowest failed rank's; interrupts are returned
-    unchanged."""
+    """Return the OSError of a failed save, which quotes the lowest failed rank's error; interrupts stay as they are."""
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return error
     rank, first = reason(error)

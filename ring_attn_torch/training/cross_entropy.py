@@ -63,7 +63,6 @@ def order_free_sum(x: Tensor) -> Tensor:
 
 
 def sum_of_logits(logits: Tensor, labels: Labels) -> Sums:
-    """Return the weighted sum of the cross-entropies of ``logits`` [n vocab]."""
     if torch.is_grad_enabled() and logits.requires_grad:
         total, _, each = _SumOfLogits.apply(logits, *labels)  # type: ignore[misc]
     else:
@@ -140,8 +139,7 @@ class _SumOfHidden(torch.autograd.Function):
 
 
 def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the summed cross-entropy of ``logits`` [n vocab] with the labels ``of``, each token's log-sum-exp [n], and the
-    summands."""
+    """Return the summed cross-entropy of ``logits`` [n vocab], each token's log-sum-exp [n], and the summands."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     total, lse = logits.new_zeros((), dtype=dtype), logits.new_empty(logits.shape[0], dtype=dtype)
     summed = torch.empty_like(lse) if of.each else None
@@ -161,8 +159,7 @@ def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor, Tensor | Non
 def _of_hidden(
     hidden: Tensor, head: Tensor, of: Labels, wanted: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return (summed cross-entropy, the summands, dhidden in hidden's dtype, dhead in at least float32). A gradient not
-    ``wanted`` is None."""
+    """Return (summed cross-entropy, summands, dhidden, dhead in at least float32). A gradient not ``wanted`` is None."""
     dtype, weight = torch.promote_types(hidden.dtype, torch.float32), head.to(hidden.dtype)
     total = hidden.new_zeros((), dtype=dtype)
     summed = hidden.new_empty(hidden.shape[0], dtype=dtype) if of.each else None

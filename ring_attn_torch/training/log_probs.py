@@ -103,8 +103,7 @@ class _Values(torch.autograd.Function):
 def _values(
     x: Tensor, head: Tensor | None, of: Labels, entropy: bool, temperature: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return (log-probability, entropy or None, log-sum-exp) of each token [n], in at least float32. ``x``: hidden states [n dim]
-    if ``head`` is passed, else logits [n vocab]."""
+    """Return each token's log-probability, entropy or None, and log-sum-exp. ``x``: hidden states, without ``head`` logits."""
     dtype, weight = torch.promote_types(x.dtype, torch.float32), None if head is None else head.to(x.dtype)
     logp, lse = (x.new_empty(x.shape[0], dtype=dtype) for _ in range(2))
     h = torch.empty_like(lse) if entropy else None
@@ -126,7 +125,6 @@ def _values(
 def _logits(
     x: Tensor, weight: Tensor | None, labels: Tensor, ignored: int, dtype: torch.dtype, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return (copy of ``x`` with 0 in the rows of ignored labels, which may be NaN, its logits [n vocab] over ``temperature``).
-    ``x``: hidden states [n dim] if ``weight`` [vocab dim] is passed, else logits [n vocab]."""
+    """Return ``x`` with 0 for ignored labels, whose rows may be NaN, and its logits [n vocab] over ``temperature``."""
     x = x.masked_fill((labels == ignored)[:, None], 0)
     return x, (x.to(dtype) if weight is None else _product(x, weight.t(), dtype)).div_(temperature)

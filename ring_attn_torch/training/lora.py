@@ -35,8 +35,7 @@ class Adapter(nn.Module):
 
 
 def add_adapters(model: RingTransformer, lora: LoRA, first: Mapping[str, tuple[Any, Any]]) -> None:
-    """Freeze ``model``, and add an adapter to each linear map named in ``first``, with its arrays (a [rank, in], b [out, rank]).
-    Adapters are in at least float32. Call this function before FSDP shards the model."""
+    """Freeze ``model``, and add adapters (a [rank, in], b [out, rank]), in at least float32, before FSDP shards it."""
     model.requires_grad_(False)
     for name, arrays in first.items():
         linear = model.get_submodule(name)

@@ -26,7 +26,6 @@ STATE = "optimizer.state."
 
 
 def innermost(optimizer: torch.optim.Optimizer | None) -> Any:
-    """Return the optimizer inside wrappers such as Accelerate's."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer  # type: ignore[union-attr]
     return optimizer
@@ -111,8 +110,7 @@ def union(everybody: list[StateKinds]) -> StateKinds:
 
 
 def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: States, wanted: StateKinds) -> States:
-    """Return this rank's states, with zeros added for each DTensor parameter that has states on other ranks only. A checkpoint
-    needs all ranks' shards. Plain tensors, such as ``step`` or NAdam's ``mu_product``, are replicas, and one rank's is enough."""
+    """Return this rank's states, and zeros for DTensor parameters with states elsewhere: a checkpoint needs all shards."""
     named = parameters_by_name(model, optimizer)
     added = {}
     for name, of_states in wanted.items():
@@ -151,7 +149,6 @@ def set_states(model: nn.Module, optimizer: torch.optim.Optimizer, states: State
 
 
 def class_of(optimizer: torch.optim.Optimizer | None) -> str | None:
-    """Return the name of the optimizer's class, or None without an optimizer."""
     return None if optimizer is None else type(optimizer).__name__
 
 
@@ -166,9 +163,8 @@ def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[s
 
 
 def check_optimizer(where: Path, run: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if ``run``, read from the file ``where``, has no optimizer or one that differs from ``optimizer``. Compare
-    the class, the parameters of each group, and the types, not values, of settings. Checkpoints of earlier versions lack the
-    class, and hold only each group's number of parameters."""
+    """Raise ValueError if ``run``, read from ``where``, has no optimizer or another one: by class, parameters of groups, and
+    types of settings. Checkpoints of earlier versions lack the class, and hold numbers of parameters."""
     found, kind = run.get("optimizer"), run.get("optimizer_class")
     if found is None:
         raise ValueError(f"{where} was saved without an optimizer: resume without one")
@@ -229,8 +225,7 @@ def _restored(own: Any, x: Any) -> Any:
 
 
 def _alike(mine: Any, theirs: Any) -> bool:
-    """Return True if a setting is of the same type (number, bool, text, list) in a checkpoint and in the optimizer. ``theirs``
-    may be None for a bool or in a list, and anything if ``mine`` is None or of another type."""
+    """Return whether two settings have one type. ``theirs`` may be None for a bool, and any if ``mine`` is None."""
     if isinstance(mine, list | tuple):
         same = isinstance(theirs, list) and len(theirs) == len(mine)
         return same and all(x is None or _alike(own, x) for own, x in zip(mine, theirs, strict=True))

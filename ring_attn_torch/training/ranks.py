@@ -131,11 +131,8 @@ def _part(x: DTensor) -> str:
 
 @contextmanager
 def together(call: str, ring: Group) -> Iterator[list[str]]:
-    """Run the ``with`` block. If it fails on any rank, every rank of ``ring`` raises the error of the lowest failing rank.
-
-    See ``_exchange_errors``. Raise a RankDifference if another rank had no error, or if the texts appended to the yielded list
-    differ between ranks. Every rank must enter with the same ``call``.
-    """
+    """Run the block. If it fails on a rank, or texts appended to the yielded list differ, all ranks raise: see
+    ``_exchange_errors``, with RankDifference for an error on some ranks alone."""
     error, alike = None, list[str]()
     try:
         yield alike
@@ -179,10 +176,7 @@ def check_kinds(call: str, tensors: Mapping[str, Tensor], ring: Group) -> None:
 
 
 def agreed(call: str, function: Callable[[], Any], ring: Group, **alike: int | str | None) -> list[Any]:
-    """Call ``function`` on every rank, and return a list of all ranks' return values, which must be JSON values.
-
-    Every rank of ``ring`` must pass the same ``call``, and equal values ``alike``. Errors: see ``_exchange_errors``.
-    """
+    """Return all ranks' values of ``function``, which JSON can hold. ``call`` and ``alike`` must be equal on all ranks."""
     error, value = None, None
     try:
         value = function()

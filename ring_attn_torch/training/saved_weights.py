@@ -69,8 +69,7 @@ def load_weights(
 
 
 def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], ring: dict[str, Any]) -> RingTransformer:
-    """Load a RingTransformer from a folder that ``save_weights``, ``save_llama`` or Hugging Face wrote. ``dtypes``: of (weights,
-    computation), None: the config's."""
+    """Load a folder of ``save_weights``, ``save_llama`` or Hugging Face. ``dtypes``: (weights, computation), None: config's."""
     group = ring_of(ring.get("group"))
 
     def describe(held: WeightFolder) -> tuple[Any, TransformerConfig]:

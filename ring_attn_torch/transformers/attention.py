@@ -63,10 +63,8 @@ def ring_attention_forward(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer, and return (out [batch, tokens, heads, v_dim], None).
-
     ``query``: [batch, heads, tokens, head_dim]. ``key``, ``value``: [batch, kv_heads, tokens, dim]. ``attention_mask``: from
-    ``ring_mask``; if None, ``sliding_window`` and ``is_causal`` determine the mask. ``s_aux``, ``sinks``: [heads].
-    """
+    ``ring_mask``; if None, ``sliding_window`` and ``is_causal`` determine the mask. ``s_aux``, ``sinks``: [heads]."""
     name = type(module).__name__
     call = running()
     if call is not None and not torch.compiler.is_compiling():
@@ -155,8 +153,7 @@ def _tuned(module: nn.Module, query: Tensor, mask: LayerMask) -> Tensor:
 
 @contextmanager
 def ring_configs(model: nn.Module) -> Iterator[None]:
-    """Make the text part of ``model`` attend over the ring inside this ``with``, by copies of the modules' configs. At the end,
-    each attribute that was set or deleted in a copy is set or deleted in the original."""
+    """Make the text part attend over the ring, by copies of configs, whose later changes go into the originals at the end."""
     pairs = _copies(hugging_face_model(model).config)
     before = [dict(vars(mine)) for _, mine in pairs]
     copy_of = {id(original): mine for original, mine in pairs}
@@ -209,8 +206,8 @@ def _merge(config: PreTrainedConfig, now: dict[str, Any], before: dict[str, Any]
 
 
 class Checkpointing:
-    """The layers of a model that support checkpointing, and the functions that ``keep_attention`` has replaced. With
-    ``offload=True`` a layer's input hidden states and (out, lse) go to the host, shared inputs stay on the device."""
+    """The layers that support checkpointing, and what ``keep_attention`` replaced. ``offload=True`` puts inputs and (out, lse) on
+    the host; shared inputs stay."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]

@@ -77,8 +77,7 @@ class RingCache(LinearStates, Cache):
         return other
 
     def holding(self, k: Tensor, v: Tensor, tokens: int, local: int | None) -> KVCache:
-        """Return the KVCache, made like k and v at first, with room for ``tokens`` more tokens per row. ``local``: the most new
-        tokens per row that one rank stores, or None if spread evenly."""
+        """Return the KVCache with room for ``tokens`` more per row. ``local``: the most that a rank stores, None: even shares."""
         if self.kv is None:
             sizes = CacheSizes(len(self.kv_layers), k.shape[2], k.shape[3], v.shape[3])
             self.kv = KVCache.make(sizes, len(k), tokens, dtype=k.dtype, page=PAGE, group=self.ring.group, device=k.device)
@@ -147,13 +146,11 @@ class RingCache(LinearStates, Cache):
 @dataclass(eq=False)
 class CachedCall(LinearShard, RunningCall):
     """A running call that fills or continues a cache, with the lengths, padding and cache placement of its tokens.
-
     ``tokens``: new tokens of each row, padding included; ``lengths``: without padding. ``local``: tokens in this rank's shard
     of a row, padding included, or None if each rank computes all. ``valid``: bool [batch, tokens], False for padding, or None.
     ``keep``: logits of the last ``keep`` tokens are requested. ``own``: int64 [batch, local], the index of each of the shard's
     tokens among the new ones of its row, -1 for padding. ``step``: None until the first layer sets it. ``layer``: the linear
-    layer that runs.
-    """
+    layer that runs."""
 
     cache: RingCache
     tokens: int

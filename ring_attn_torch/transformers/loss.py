@@ -81,7 +81,6 @@ def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_lo
 
 
 def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Tensor:
-    """Return the loss over all ranks' labels. ``result``: this rank's logits, or a ChunkedHead's sum."""
     group, ignored, reduction = batch.ring.group, batch.ignore_index, "mean" if batch.divisor is None else "sum"
     if batch.summed_vocab is not None:
         tokens = labels_of(labels, ignored, 1, batch.label_weights, result.dtype)

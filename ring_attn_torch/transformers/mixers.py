@@ -72,7 +72,6 @@ def older_release() -> str:
 
 
 def check_mixers(model: nn.Module, ring: CallRing) -> None:
-    """Raise ValueError if a hybrid model cannot run in the ring's layout or keep its order."""
     for mixer in mixers(model).values():
         check_mixers_order(ring.order, type(mixer).__name__)
     if ring.layout == "striped" and ring.ranks > 1 and (found := mixers(model)):
@@ -158,7 +157,6 @@ def _uncompiled(compute: Callable[..., Any], call: Any, args: Any, kwargs: Any) 
 def _convolution(
     where: Where, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: object
 ) -> Tensor:
-    """Compute ``causal_conv1d_fn``: hidden_states [batch, channels, tokens]."""
     x = hidden_states.transpose(1, 2)
     return convolve(x, weight, bias, activation, where).to(x.dtype).transpose(1, 2)
 
@@ -177,7 +175,6 @@ def _delta_rule(
 
 
 def _structured(where: Where, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *_: Any, **more: Any) -> Any:
-    """Compute ``mamba2_chunk_scan``."""
     dt = step_sizes(dt, more.get("dt_bias"), more.get("dt_softplus", False)).clamp(*more.get("dt_limit", (0.0, float("inf"))))
     arrays = {"x": wide(hidden_states), "dt": dt, "A": A, "B": B, "C": C, "D": more.get("D")}  # the norm after it reads float32
     out, last = scan(arrays, where)

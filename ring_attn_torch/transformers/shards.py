@@ -159,7 +159,6 @@ class GlobalBatch(RunningCall):
         return self.ring.ranks > 1 or self.documents.packed
 
     def tokens_of(self, convolution: bool) -> Where:
-        """Return this rank's shard of the rows, with their documents."""
         mask = self.mask_of(Pattern(causal()))
         return Where(mask.ring.group, mask.ring.layout, mask.length, mask.extents if self.documents.packed else None)
 

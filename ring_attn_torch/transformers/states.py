@@ -65,7 +65,6 @@ class LinearStates:
         return conv_states
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object) -> Tensor:
-        """Keep the state of a layer."""
         self.recurrent[layer_idx] = recurrent_states
         return recurrent_states
 
@@ -76,11 +75,9 @@ class LinearStates:
         return None if self.before is None else self.before.mT[:, 1:]
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return False: no earlier states are kept."""
         return False
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Make row i continue from row ``rows[i]``."""
         for states in (self.conv, self.recurrent):
             states.update({layer: x.index_select(0, rows.to(x.device)) for layer, x in states.items()})
 

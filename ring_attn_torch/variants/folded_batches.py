@@ -126,8 +126,7 @@ def fold(x: Tensor, place: Place, rank: int) -> Tensor:
 
 
 def put(total: Tensor, folded: Tensor, place: Place, rank: int, combine: Callable[[Tensor, Tensor], object]) -> None:
-    """Update the shard ``total`` [b s h d] in place by ``combine(spots, folded)``, at the tokens that the folded batches hold. If
-    ``fold`` repeats a head, ``spots`` starts as zeros, and its sum over the head's copies is added to ``total``."""
+    """Update ``total`` [b s h d] by ``combine(spots, folded)`` at folded tokens; copies of a head are summed from zeros."""
     batches, selection = place
     if selection.repeat > 1:
         total = total[:, :, selection.first : selection.end]
