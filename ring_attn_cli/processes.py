@@ -30,8 +30,7 @@ Report = Callable[[str, Any], None]
 
 
 class Worker(NamedTuple):
-    """A started process's connection to its parent.
-    ``worker(kind, data)`` sends a message; ``worker.recv()`` waits for what ``WorkerGroups.send`` passes."""
+    """A process's connection to its parent: ``worker(kind, data)`` sends a message."""
 
     pipe: Connection
 
@@ -164,9 +163,8 @@ class WorkerGroups:
                 pipe.send(data)
 
     def messages(self) -> Iterator[Message]:
-        """Yield the messages of the processes until all have finished.
-        Raise ValueError with the text of a "mistake", and :class:`Failure` if a process fails or none reports for ``patience``
-        seconds."""
+        """Yield messages until all processes have finished. Raise ValueError with a "mistake", and :class:`Failure` after a
+        failed process or a silence of ``patience`` seconds."""
         heard = time.monotonic()
         while self._members:
             ready = wait(list(self._members), timeout=1)
@@ -241,8 +239,7 @@ class _Member(NamedTuple):
 
 
 def _run(pipe: Connection, log: Path, module: str, arguments: tuple[Any, ...]) -> None:
-    """Call ``work(report, *arguments)`` of ``module``; this is the target of a new process.
-    Send its messages through ``pipe``, then "finished", or "failed" with the error."""
+    """Call ``work(report, *arguments)`` of ``module`` as the target of a new process, and report its end or error."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent ends them
     with log.open("w") as file:

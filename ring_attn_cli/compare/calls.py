@@ -98,7 +98,6 @@ def build_vendor(call: Call) -> Function:
 
 
 def build_sdpa(call: Call) -> Function:
-    """Return the call of torch's scaled_dot_product_attention on one device, with ``is_causal`` or else a dense mask."""
     import torch
 
     case, seen, attend = call.case, None, torch.nn.functional.scaled_dot_product_attention

@@ -24,9 +24,7 @@ NEEDS = {"torch": ("torch",), "jax": ("jax", "flax")}
 
 @dataclass(frozen=True)
 class VariantResult:
-    """The result of one variant in one framework on a ring of ``ranks`` ranks.
-    ``seconds``: of each timed run. ``peak_bytes``: see ``peak_of``. ``part``: the part of the result that was compared, in words;
-    "" for all."""
+    """One variant's result on a ring. ``seconds``: of each timed run. ``part``: of the result compared, in words; "" for all."""
 
     case: Case
     variant: str
@@ -97,7 +95,6 @@ class Contestant:
 
 
 def compare(sweep: Sweep, tell: Tell = lambda words: None) -> Comparison:
-    """Run a sweep and return its results. Call ``tell`` with a progress message before each stage."""
     frameworks = find_installed(sweep)
     cells, left_out = choose_contestants(sweep, frameworks)
     needed = tuple(name for name in FRAMEWORKS if any(each.framework == name for cell in cells for each in cell))

@@ -127,7 +127,6 @@ def find_mask(e: Evidence) -> str:
 
 
 def _try_masks(e: Evidence) -> Iterator[tuple[str, Arrays]]:
-    """Yield (sentence, results) for plausible wrong masks."""
     case, said = e.case, f", where {e.case.mask} was said"
     if e.plan.ranks > 1:
         yield "every rank attends to its own keys only: k and v do not travel around the ring", _attend_own_keys(e)
@@ -158,7 +157,6 @@ def _try_masks(e: Evidence) -> Iterator[tuple[str, Arrays]]:
 
 
 def _attend_own_keys(e: Evidence) -> Arrays:
-    """Return out and lse if the queries of each rank see the keys of this rank only."""
     seen = e.arguments.get("key_mask", np.ones((1, e.case.length), bool))
     results = [(held, e.attend(key_mask=seen & held)) for held in e.ranks]
     return {name: np.sum([_keep(x[name], held) for held, x in results], 0) for name in ("out", "lse")}

@@ -77,7 +77,6 @@ def _commit() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of this library, Python, and the installed packages of ``PACKAGES``."""
     found = {"ring-attn": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:

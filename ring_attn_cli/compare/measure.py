@@ -40,8 +40,7 @@ class Quantity:
 def measure(
     got: Arrays, exact: Arrays, bounds: Mapping[str, float], dtype: str, alone: Arrays | None = None, other: Arrays | None = None
 ) -> list[Quantity]:
-    """Return a Quantity for each array in both; ``exact`` may cover only leading rows and heads, and only these are compared.
-    ``alone``, ``other``: the same arrays on one device and in the other framework, if they are known."""
+    """Return a Quantity for each array in both; ``exact`` may cover leading rows and heads only, and these are compared."""
     found = []
     for name, truth in exact.items():
         if name in got:

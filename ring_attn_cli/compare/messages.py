@@ -57,9 +57,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results and gradients of a run in one process.
-    ``shards``: arrays by rank, or one array if replicated or summed. ``cotangents``: names of the cotangents that the gradients
-    were computed from."""
+    """A process's results of a run: ``shards`` by rank (one if replicated or summed), and the names of the cotangents used."""
 
     shards: dict[str, list[np.ndarray]]
     cotangents: frozenset[str]
@@ -67,9 +65,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """The settings that each process receives at its start.
-    ``rings``: all ring sizes. ``patience``: seconds. ``store``: file by which PyTorch's ranks meet. ``folder``: from which a
-    user's function is imported."""
+    """The settings of each process. ``store``: file by which PyTorch's ranks meet. ``folder``: of a user's function."""
 
     rings: tuple[int, ...]
     device: str
@@ -90,8 +86,7 @@ def cut(x: np.ndarray, plan: RingPlan, pad: Any = 0) -> list[np.ndarray]:
 
 
 def join(outcomes: Sequence[Outcome], sharded: frozenset[str], plan: RingPlan) -> Arrays:
-    """Return global arrays in natural order: shards concatenated, other gradients summed over ranks, other results of rank 0.
-    ``outcomes``: those of all processes, in the order of their ranks."""
+    """Return global arrays in natural order: shards joined, other gradients summed, other results of rank 0."""
     order = np.argsort([position for rank in range(plan.ranks) for position in plan.positions(rank)])[: plan.length]
     whole = {}
     for name in outcomes[0].shards:

@@ -28,8 +28,7 @@ class VariantError(ValueError):
 
 
 class Pool(WorkerGroups):
-    """A context manager that starts the worker processes of each framework and ends them on exit.
-    ``kinds``: by framework, "cpu" or the name of a GPU."""
+    """The worker processes of each framework, ended on exit. ``kinds``: by framework, "cpu" or the name of a GPU."""
 
     def __init__(self, frameworks: tuple[str, ...], rings: tuple[int, ...], device: str, patience: float) -> None:
         super().__init__(patience)

@@ -40,8 +40,7 @@ class Sweep:
 
 
 def make_sweep(names: Sequence[str], ranks: Any, framework: str, repeats: int, patience: float, **arguments: Any) -> Sweep:
-    """Check a request and return its sweep.
-    ``arguments``: fields of ``Case``; those in ``SWEPT`` take one value or several. A variant may still refuse a case later."""
+    """Check a request and return its sweep. ``arguments``: fields of ``Case``; those in ``SWEPT`` take one value or several."""
     variants = choose(tuple(names))
     known = {field.name for field in fields(Case)}
     for name in arguments:

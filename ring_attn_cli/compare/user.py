@@ -22,7 +22,6 @@ ONE_FRAMEWORK = {"group": ("torch", "PyTorch"), "axis_name": ("jax", "JAX")}
 
 
 def load(text: str) -> Callable[..., Any]:
-    """Import and return the function that ``module:function`` names. Raise ValueError if that fails."""
     module, _, name = text.partition(":")
     if not all(part.isidentifier() for part in module.split(".")):
         raise ValueError(f"cannot read {module!r}: write the name of a module, as import does, and no path")
@@ -54,8 +53,7 @@ def _hidden(found: ModuleType, module: str) -> str:
 
 
 def take(function: Callable[..., Any], text: str, offered: Offered, case: Case) -> Offered:
-    """Return the ``offered`` arguments that the function takes besides q, k and v.
-    ``text``: the function's name, for messages."""
+    """Return the ``offered`` arguments that the function takes besides q, k and v. ``text``: its name, for messages."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:

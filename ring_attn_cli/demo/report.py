@@ -56,7 +56,6 @@ def loss_bound(steps: int) -> float:
 
 
 def check_losses(losses: dict[str, list[float]]) -> list[Check]:
-    """Return the checks that the loss falls in each framework and, if there are two, that their losses agree at every step."""
     found = [Check(f"{name} loss: last over first", each[-1] / each[0], FALL) for name, each in losses.items()]
     if len(losses) == 2:
         (first, a), (second, b) = losses.items()
@@ -67,14 +66,12 @@ def check_losses(losses: dict[str, list[float]]) -> list[Check]:
 
 
 def open_report(settings: DemoSettings, left_out: list[str]) -> Group:
-    """Return a printable description of the run with the messages ``left_out`` about frameworks that are not installed."""
     travel = terminal.travel_in_words(settings.plan)
     lines = [f"[yellow]{escape(line)}[/]" for line in left_out]
     return Group(f"[bold]{terminal.title(settings.plan)}[/]", travel[0].upper() + travel[1:] + ".", *lines, "")
 
 
 def draw_losses(losses: dict[str, list[float]]) -> Group:
-    """Return the table of losses: a row per step, a column per framework and, if there are two, one for their difference."""
     title = "Do both frameworks learn alike?" if len(losses) == 2 else "Does it learn?"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title=title, title_justify="left", title_style="bold")
     for name in ("step", *(f"{name} loss" for name in losses), *(["difference"] if len(losses) == 2 else [])):
@@ -89,7 +86,6 @@ def draw_losses(losses: dict[str, list[float]]) -> Group:
 
 
 def conclude(checks: list[Check], seconds: float) -> Group:
-    """Return printable lines: each missed check, and the number of missed or kept bounds with the run's time."""
     missed = [check for check in checks if not check.passed]
     count = f"{len(missed)} of {len(checks)} bounds are missed" if missed else f"All {len(checks)} bounds are kept"
     lines = [f"[red]Missed[/] {escape(str(check))}" for check in missed]

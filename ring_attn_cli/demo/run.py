@@ -22,8 +22,7 @@ FRAMEWORKS = {"both": ("PyTorch", "JAX"), "torch": ("PyTorch",), "jax": ("JAX",)
 
 
 def run(settings: DemoSettings, framework: str = "both", out: Path = Path("demo-output")) -> int:
-    """Run the demo, print its report, and write losses.png, plan.svg and demo.json into ``out``.
-    Return the status: 1 if a bound is missed or a process fails, 130 on Ctrl-C, else 0. Only a complete run writes files."""
+    """Run the demo and write its files if complete. Return 1 if a bound is missed or a process fails, 130 on Ctrl-C, else 0."""
     frameworks, left_out = find_frameworks(framework)
     try:
         out.mkdir(parents=True, exist_ok=True)

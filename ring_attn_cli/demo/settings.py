@@ -52,7 +52,6 @@ class DemoSettings:
 
     @property
     def plan(self) -> RingPlan:
-        """Return the plan of the demo's ring."""
         seq_local = layouts.padded_local(self.layout, self.ranks, self.tokens)
         return RingPlan(self.layout, causal(), self.ranks, seq_local, length=self.tokens)
 

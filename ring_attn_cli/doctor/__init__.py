@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BackendFitness:
-    """One backend's fitness for a problem.
-    ``objection``: why it cannot solve it. ``drawback``: why "auto" never takes it. ``taken``: the passes for which "auto" takes
-    it. ``left``: why "auto" takes it for the forward only."""
+    """A backend's ``objection`` to a problem, or ``drawback`` for "auto". ``taken``: passes; ``left``: why not all."""
 
     backend: str
     objection: str | None
@@ -33,7 +31,6 @@ class BackendFitness:
 
     @property
     def auto(self) -> str:
-        """Return the decision of "auto" about this backend, in words."""
         if not self.taken:
             return f"never: {self.drawback}" if self.drawback else ""
         if len(self.taken) == 2:
@@ -43,8 +40,7 @@ class BackendFitness:
 
 @dataclass(frozen=True)
 class Finding:
-    """The state of a framework on this machine.
-    ``words``: lines about its devices, or why it does not start, without ``choices``."""
+    """The state of a framework here. ``words``: lines about its devices, or why it does not start, without ``choices``."""
 
     name: str
     words: tuple[str, ...]

@@ -16,8 +16,7 @@ from .settings import GenerateSettings
 
 
 def run(settings: GenerateSettings, ids: list[int], tell: Callable[[str, Any], None]) -> None:
-    """Generate from the prompt's ``ids`` on accelerators if there are enough for all ranks, else on JAX's CPU devices.
-    ``tell``: called with the (kind, what) of each message that ``GenerateWatch`` shows."""
+    """Generate on accelerators if there are enough for all ranks, else on CPU devices. ``tell``: as ``GenerateWatch``."""
     jax.config.update("jax_num_cpu_devices", settings.ranks)
     dtypes = [settings.dtype, *(settings.config.get(name) for name in ("param_dtype", "compute_dtype", "dtype", "torch_dtype"))]
     if "float64" in dtypes:

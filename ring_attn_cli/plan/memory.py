@@ -27,8 +27,7 @@ STAYS = {
 
 
 class MemoryOptions(NamedTuple):
-    """The options of ``ring-attn plan --model``.
-    ``memory``, ``host_memory``: GiB per GPU. ``tokens``: per GPU, None for the most that fit."""
+    """The options of ``ring-attn plan --model``: memory in GiB per GPU, tokens per GPU (None: the most that fit)."""
 
     model: str
     gpus: int

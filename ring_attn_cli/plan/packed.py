@@ -36,9 +36,7 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class PackedPlan(NamedTuple):
-    """Packed documents or the segments of a tree (``parts``, their lengths) in one layout of a ring.
-    ``seq_local``: tokens per shard, padding included. ``runs``, without padding, and ``work`` (cost of visible pairs, keys of
-    other ranks): by rank."""
+    """Packed documents or tree segments (``parts``, by length) in one layout. ``work``: by rank (pairs, keys of other ranks)."""
 
     layout: str
     parts: tuple[int, ...]
@@ -70,7 +68,6 @@ class PackedPlan(NamedTuple):
 
 
 def plan_documents(layout: str, documents: tuple[int, ...], mask: Band, ranks: int) -> PackedPlan:
-    """Return the plan of ``documents``. Raise ValueError if the layout is unknown or an argument is invalid."""
     local, runs = _deal(balanced_layout(documents, ranks, mask=mask) if layout == BALANCED else layout, sum(documents), ranks)
     packed = PackedDocuments.of(documents, mask)
     return PackedPlan(layout, documents, local, runs, [work_of(packed, each) for each in runs])
@@ -153,7 +150,6 @@ def answer_documents(layout: str, documents: tuple[int, ...], mask: Band, ranks:
 
 
 def answer_tree(layout: str, tree: Tree, ranks: int, width: int) -> RenderableType:
-    """Return a rich renderable for ``width`` columns: a drawing of ``layout``, and tables of its ranks and of all layouts."""
     drawn = plan_tree(layout, tree, ranks)
     inner = {parent for parent in tree.parents if parent >= 0}
     paths = zip(tree.depths(), tree.lengths, strict=True)

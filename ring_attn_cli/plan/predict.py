@@ -58,7 +58,6 @@ def heads_of(model: str | None, heads: str | None, head_dim: int | None) -> tupl
 
 
 def answer(prediction: PredictOptions) -> RenderableType:
-    """Return a table of the predicted times, or the reason why no times are predicted."""
     machine, problem = machine_of(prediction.machine), problem_of(prediction)
     plan, load = problem.check(), load_of(problem, prediction.host_gpus)
     taken = choose(problem, reach=load.hosts == 1)

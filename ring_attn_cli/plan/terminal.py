@@ -41,8 +41,7 @@ def colour(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """One sequence cut into cells of ``block`` tokens.
-    ``cells[c][rank]``: the runs of cell ``c`` on ``rank``; padding is {}."""
+    """A sequence cut into cells of ``block`` tokens. ``cells[c][rank]``: the runs of cell ``c`` on ``rank``; padding is {}."""
 
     cells: tuple[dict[int, tuple[Run, ...]], ...]
     block: int
@@ -184,7 +183,6 @@ def rank_cell(rank: int) -> tuple[str, str]:
 
 
 def _strip(plan: RingPlan, width: int) -> Text:
-    """Draw the tokens as a line of cells that show their ranks."""
     axis, line = Axis.of(plan, max(width - 24, width // 2)), Text("tokens ")  # 24 columns for the name and the cell size
     for cell, held in enumerate(axis.cells):
         line.append(*(rank_cell(axis.ranks(cell)[0]) if held else ("/", "dim")))

@@ -153,8 +153,7 @@ RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The config of a training run.
-    Raise ValueError if a number is out of its range, or if values do not fit together, such as ranks and length."""
+    """The config of a training run, whose numbers are in their ranges and fit together."""
 
     out: str = "train-output"
     steps: int = 200
@@ -198,7 +197,6 @@ class Config:
             self.transformer()
 
     def transformer(self) -> TransformerConfig:
-        """Return the model's config, from the table ``[model]``. Raise ValueError if the table is invalid."""
         from ring_attn_core.model.as_json import named_fields
         from ring_attn_core.model.config import TransformerConfig
 
@@ -225,8 +223,7 @@ class Config:
 
 
 def read(path: Path | None, *, out: str | None = None, steps: int | None = None, ranks: int | None = None) -> Config:
-    """Read the config from a TOML file, or take the defaults if ``path`` is None.
-    ``out``, ``steps`` and ``ranks`` override it."""
+    """Read the config from a TOML file, or take the defaults without a ``path``. The other arguments override it."""
     values: dict[str, Any] = {}
     if path is not None:
         try:
@@ -245,14 +242,12 @@ def read(path: Path | None, *, out: str | None = None, steps: int | None = None,
 
 
 def build_record(kind: type[Any], values: Mapping[str, Any], table: str) -> Any:
-    """Build a record of class ``kind`` from the ``values`` of the TOML table ``table``. Raise ValueError if they are invalid."""
     hints = get_type_hints(kind)
     check_keys(table, values, list(hints))
     return kind(**{name: _convert(hints[name], value, f"{table}.{name}".lstrip(".")) for name, value in values.items()})
 
 
 def check_keys(table: str, values: Mapping[str, Any], known: list[str]) -> None:
-    """Raise ValueError if a key of ``values`` is not in ``known``; the message names the nearest known key, if one is near."""
     where = f"[{table}]" if table else "the top of the config"
     for name in values:
         if name not in known:

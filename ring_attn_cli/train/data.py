@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 
 def dataset_arguments(config: Config, held_out: bool) -> dict[str, Any]:
-    """Return the arguments of ``SequenceShardedDataset`` that are the same in PyTorch and JAX.
-    The token cache lies in the run's folder: the data's folder may be read-only."""
+    """Return the arguments of ``SequenceShardedDataset``. The cache is in the run's folder: the data's may be read-only."""
     same = {name: getattr(config.data, name) for name in ("folder", "length", "seed", "column", "tokenizer", "end", "chat")}
     pattern = config.data.held_out if held_out else config.data.pattern
     whole = {"batch_tokens": None if held_out else config.data.batch_tokens}
@@ -66,7 +65,6 @@ def _check_documents(config: Config, held_out: bool) -> set[str]:
 
 
 def check_vocab(data: int | None, model: int) -> None:
-    """Raise ValueError if the data's vocabulary size exceeds the model's. If ``data`` is None, do nothing."""
     if data is not None and data > model:
         raise ValueError(f"the data have ids from 0 to {data - 1}, and the model {model}: make model.vocab at least {data}")
 
@@ -86,7 +84,6 @@ def _check_init_from(config: Config) -> None:
 
 
 def _read_model_config(folder: str) -> TransformerConfig:
-    """Return the model's config in a folder that ``save_weights`` or Hugging Face wrote. Raise ValueError if it is invalid."""
     from ring_attn_core.files import read_json
     from ring_attn_core.model.llama import THEIRS
     from ring_attn_core.model.weight_files import OWN, WeightFolder

@@ -31,9 +31,7 @@ def make_mesh(config: Config) -> Mesh:
 
 
 def weight_shardings(state: Any, mesh: Mesh, sharded: bool) -> Any:
-    """Return the tree ``state`` with each array replaced by its sharding; replicated unless ``sharded``.
-    ``sharded``: over all axes, along the first dimension that is a multiple of the devices; an array without one is
-    replicated."""
+    """Return ``state`` with shardings for arrays: over all axes along the first dimension that divides, else replicated."""
 
     def shard(x: Any) -> NamedSharding:
         divided = [i for i, size in enumerate(x.shape) if sharded and size and size % mesh.size == 0]
@@ -43,6 +41,5 @@ def weight_shardings(state: Any, mesh: Mesh, sharded: bool) -> Any:
 
 
 def place(module: nnx.Pytree, mesh: Mesh, sharded: bool) -> None:
-    """Put the arrays of ``module`` on the mesh, in the shardings that ``weight_shardings`` returns."""
     state = nnx.state(module)
     nnx.update(module, jax.device_put(state, weight_shardings(state, mesh, sharded)))

@@ -94,9 +94,7 @@ class Stack(NamedTuple):
 
 
 class StaticArguments(NamedTuple):
-    """The static arguments of a compiled function.
-    ``sharded``: weights are sharded over all devices. ``chunk``: tokens whose logits a rank holds at a time. ``order``: of sums
-    over tokens. ``length``: tokens of a row. ``rows``: rows of a microbatch."""
+    """The static arguments of a compiled function. ``chunk``: tokens whose logits a rank holds at a time."""
 
     mesh: Mesh
     sharded: bool
@@ -114,8 +112,7 @@ def _zeros(config: TransformerConfig, mesh: Mesh, **options: Any) -> RingTransfo
 
 
 class JaxTrainer:
-    """The ``Trainer`` of a run in JAX over a mesh.
-    A step donates the arrays of model and optimizer, so that XLA may reuse their memory."""
+    """The ``Trainer`` of a run in JAX over a mesh. A step donates the arrays of model and optimizer to XLA."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.first = is_first()
@@ -228,8 +225,7 @@ def compiler_options(platform: str, activations: str) -> dict[str, bool] | None:
 
 
 def _step(graph: Any, state: Any, batch: Stack, seed: jax.Array, static: StaticArguments) -> tuple[Any, Any, Any]:
-    """Run one optimizer step and return the loss, the gradient norm, and the new state of model and optimizer.
-    It is compiled by ``jax.jit``, because ``nnx.jit`` does not take compiler options."""
+    """Return an optimizer step's loss, gradient norm and new state, for ``jax.jit``: ``nnx.jit`` takes no compiler options."""
     model, optimizer = nnx.merge(graph, state)
     structure, weights, frozen = nnx.split(model, optimizer.wrt, ...)
     total = jnp.maximum(count_labels(batch.labels, axis_name=None), 1)
@@ -276,13 +272,11 @@ def _best(graph: Any, state: Any, batch: Stack, where: tuple[Any, Any], static: 
 def _hidden(
     model: RingTransformer, batch: Stack, static: StaticArguments, seed: jax.Array | None = None, row: Any = 0
 ) -> jax.Array:
-    """Return the last hidden states. Apply dropout only with a ``seed``. ``row``: the number of the optimizer step's rows before
-    this microbatch; it offsets the dropout mask."""
+    """Return the last hidden states. Dropout needs a ``seed``, and masks by ``row``, the step's rows before this microbatch."""
     inputs, masks = (batch.ids, batch.positions, static.length), {"extents": batch.extents, "layout": batch.layout}
     return model(*inputs, **masks, dropout_seed=seed, dropout_offset=(row, 0), return_hidden=True)
 
 
 def _loss(model: RingTransformer, hidden: jax.Array, labels: jax.Array, static: StaticArguments) -> jax.Array:
-    """Return the loss summed over all labels, computed in chunks of tokens."""
     ring: dict[str, Any] = {"axis_name": "seq", "mesh": static.mesh, "batch_axes": "data"}
     return loss(hidden, labels, head=model.head_weight, chunk=static.chunk, order=static.order, reduction="sum", **ring)

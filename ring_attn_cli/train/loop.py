@@ -95,8 +95,7 @@ Tell = Callable[[str, dict[str, Any]], None]
 
 
 def train(config: Config, trainer: Trainer, tell: Tell) -> None:
-    """Train from the newest checkpoint, if there is one, to the last step; evaluate, save and log as configured.
-    The process in which ``trainer.first`` is True writes the log, and passes each line to ``tell``."""
+    """Train from the newest checkpoint, if any, to the last step; evaluate, save and log as configured."""
     trainer.open()
     progress = trainer.resume()
     begin = progress.step if progress else 0
@@ -140,8 +139,7 @@ def microbatches(config: Config, trainer: Trainer, step: int, batches: Iterator[
 
 
 def passkeys(config: Config, trainer: Trainer, length: int, first: int, purpose: str = "train") -> Any:
-    """Return a microbatch of texts of ``length`` tokens with passkeys, of seeds from ``first`` on; only answers have labels.
-    ``purpose``: a word that enters each seed, so that training and tests have different texts."""
+    """Return texts with passkeys, whose answers alone have labels. ``purpose``: enters the seeds of training and tests."""
     seeds = range(first, first + config.rows)
     texts = [passkey(length, f"{config.seed} {purpose} {seed}", config.passkey.digits) for seed in seeds]
     return trainer.shard([list(each.text) for each in texts], [each.labels for each in texts])
@@ -170,8 +168,7 @@ def evaluate(config: Config, trainer: Trainer) -> dict[str, Any]:
 
 
 def speed(config: Config, trainer: Trainer, seconds: float) -> dict[str, Any]:
-    """Return tokens/s and model TFLOP/s of all devices, MFU, and the peak memory of one device in bytes.
-    MFU is the model TFLOP/s divided by the peak TFLOP/s of all devices, or None if the peak is unknown."""
+    """Return tokens/s and model TFLOP/s of all devices, MFU (None if the peak is unknown), and a device's peak bytes."""
     machine, frozen = trainer.machine(), trainer.parameters - trainer.trained
     flops = flops_per_token(trainer.parameters, config.data.length, trainer.model_config, frozen)
     rate, most = config.tokens / seconds, peak(machine.device)
@@ -181,9 +178,7 @@ def speed(config: Config, trainer: Trainer, seconds: float) -> dict[str, Any]:
 
 
 class Log:
-    """A writer of ``log.jsonl`` and of TensorBoard's events, which shows each line by ``tell``.
-    ``begin``: the resumed step, or 0. Old lines after it are dropped; the others go to a new file, which is renamed over the
-    log."""
+    """A writer of ``log.jsonl`` and TensorBoard's events. Old lines after step ``begin`` are dropped."""
 
     def __init__(self, path: Path, begin: int, tell: Tell) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,8 +26,7 @@ PATIENCE = 1800.0
 
 @dataclass(frozen=True)
 class Program:
-    """The identity of this process in a JAX program of several processes.
-    With the ``coordinator`` "auto" instead of the address of process 0, the launcher sets ``processes`` and ``process``."""
+    """The identity of this process in a JAX program. With ``coordinator`` "auto" the launcher sets both numbers."""
 
     coordinator: str
     processes: int | None = None

@@ -31,8 +31,7 @@ def backend_of(device: torch.device) -> str:
 
 @contextmanager
 def member(device: torch.device, rank: int, ranks: int, store: str, patience: float | None = None) -> Iterator[None]:
-    """Join the default process group, and leave it at the end, but not after an error, because leaving waits for other ranks.
-    ``store``: file by which the ranks meet. ``patience``: timeout in seconds, by default PyTorch's."""
+    """Join the default process group, and leave it at the end, but not after an error, for leaving waits for other ranks."""
     timeout = None if patience is None else timedelta(seconds=patience)
     dist.init_process_group(backend_of(device), init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timeout)
     yield
@@ -40,8 +39,7 @@ def member(device: torch.device, rank: int, ranks: int, store: str, patience: fl
 
 
 def join_launched(device: torch.device) -> None:
-    """Join the default process group of the processes that torchrun started.
-    The restart's number prefixes the keys of a store that outlives restarts, because it holds addresses of dead processes."""
+    """Join torchrun's default group. The restart's number prefixes keys: the store may hold addresses of dead processes."""
     timeout = timedelta(minutes=30)
     restart = torchrun.restart_number()
     if restart is None:

@@ -71,7 +71,6 @@ def work_under_torchrun(config: Config, tell: Tell) -> None:
 
 
 def share_text(words: str, group: dist.ProcessGroup | None = None) -> str:
-    """Broadcast the text ``words`` of rank 0 to all ranks, and return it."""
     sent = [words]
     dist.broadcast_object_list(sent, 0, group)
     return sent[0]
@@ -217,7 +216,6 @@ class TorchTrainer:
         return self._model(*inputs, **masks, dropout_seed=seed, dropout_offset=(row, 0), return_hidden=True)
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss summed over the labels of all ranks, computed in chunks of tokens."""
         head, ring = self._model.head_weight, self._config.ring
         options: dict[str, Any] = {"chunk": ring.chunk, "order": ring.order, "reduction": "sum"}
         return loss(hidden, labels, head=head, **options, group=self._place.everybody)

@@ -6,7 +6,6 @@ import os
 
 
 def has_started() -> bool:
-    """Return True if torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
