@@ -252,7 +252,6 @@ for name, command in (("doctor", doctor), ("compare", compare), ("compile", comp
 
 
 def make_plan(layout: str, mask: str, ranks: int, length: int) -> RingPlan:
-    """Return the plan of ``length`` tokens with the least padding of the layout."""
     check_drawable(ranks)
     seq_local = layouts.padded_local(layout, max(ranks, 1), length)  # RingPlan rejects ranks below 1
     return RingPlan(layout, masks.parse(mask), ranks, seq_local, length=length)

@@ -228,7 +228,6 @@ class _Member(NamedTuple):
     log: Path
 
     def end(self) -> str:
-        """Describe how the process ended without a report: killed, or with an exit code."""
         if self.process.exitcode == -9:
             return "was killed, as a system does that has no memory left"
         return f"ended with exit code {self.process.exitcode}"

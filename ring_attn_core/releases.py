@@ -16,7 +16,6 @@ TRIED = {
 }
 """Releases (major, minor) of each package that pass the tests, in ascending order. Add a release once it passes."""
 
-
 _looked_at: set[str] = set()
 
 

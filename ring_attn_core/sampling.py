@@ -24,7 +24,6 @@ from .validation import as_number, hold_numbers, in_words, is_integer
 DOMAIN = 1
 """The second word of sampling's Philox counter. Dropout's is 0, so sampling and dropout draw different numbers from one seed."""
 
-
 ALL_TOKENS, ALL = 2**31 - 1, 2.0
 """A ``top_k`` and a ``top_p`` that keep all tokens."""
 

@@ -54,7 +54,6 @@ class Documents(NamedTuple):
     extents: Tensor
     """First and end (exclusive) of the global positions of each query's document, int32 [batch, local, 2]."""
     layout: str
-    """The layout of the shards."""
 
 
 class RingInnerAttention(ScaledDotProductAttention):

@@ -15,7 +15,6 @@ from ..error_reporting import errors_in_one_line
 
 ONE_OR_SEVERAL = "one value, or several with commas between them"
 
-
 SEVERAL: dict[str, Any] = dict.fromkeys(("ranks", "length", "heads", "head_dim", "segments", "dilations"), int)
 SEVERAL |= dict.fromkeys(("dtype", "layout", "backend"), str)
 """Options that take values with commas between them, and the type of a value."""

@@ -19,7 +19,6 @@ from .variants import ALL, FRAMEWORKS, TITLES, Variant
 Tell = Callable[[str], None]
 
 NEEDS = {"torch": ("torch",), "jax": ("jax", "flax")}
-"""Packages that a framework's processes import."""
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,6 @@ def find_nan(e: Evidence) -> str:
 
 
 def find_scale(e: Evidence) -> str:
-    """Test whether q . k has the wrong scale, from 1/64 to 64 times the right one."""
     right, root = e.case.factor, e.case.head_dim**0.5
     rows = {name: e.arguments[name][:, :ROWS] for name in ("q", "dout", "dlse", "extents") if name in e.arguments}
     attend = lambda power: e.attend(**rows, scale=right * math.exp(power))["out"]

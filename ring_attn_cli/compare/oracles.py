@@ -109,7 +109,6 @@ def first_heads(case: Case, inputs: GlobalArrays, cotangents: Collection[str], w
 
 
 def by_name(attention: Attention | summary.SummaryAttended) -> Arrays:
-    """Return the arrays of a result that are not None, by name."""
     return {name: x for name, x in attention._asdict().items() if x is not None}
 
 
@@ -202,7 +201,6 @@ def _summary_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[str]
 
 
 def _qkv(inputs: GlobalArrays) -> QKV:
-    """Return q, k, v and the cotangents of out and lse, as the reference's functions take them."""
     arrays, cotangents = inputs.arrays, inputs.cotangents
     return arrays["q"], arrays["k"], arrays["v"], cotangents["out"], cotangents["lse"]
 

@@ -14,7 +14,6 @@ from .worker import find_line
 GRACE = 1.0
 """Seconds to wait for the other ranks' errors after the first rank has reported one."""
 
-
 START = 120.0
 """Least timeout, in seconds, for processes to start and import their frameworks."""
 

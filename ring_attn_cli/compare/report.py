@@ -18,13 +18,11 @@ from .variants import TITLES
 WIDE = 120
 """Console columns needed for one table per case; on a narrower console each result is a table of its own."""
 
-
 NARROWEST = 64
 """Columns that the table of one result needs. On a narrower terminal its lines wrap; rich would cut off the exponents."""
 
 
 def width_of(columns: int) -> int:
-    """Return the width of the report on a terminal of ``columns`` columns: the same number, but at least ``NARROWEST``."""
     return max(columns, NARROWEST)
 
 
@@ -105,7 +103,6 @@ def _cost(result: VariantResult) -> tuple[str, str]:
 
 
 MOST = 8
-"""Largest number of arrays for which a result shows all of them: see :func:`shown`."""
 
 
 def shown(quantities: tuple[Quantity, ...]) -> list[Quantity]:
@@ -117,7 +114,6 @@ def shown(quantities: tuple[Quantity, ...]) -> list[Quantity]:
 
 
 def _cells(quantity: Quantity) -> tuple[str | Text, ...]:
-    """Return the table cells of one array: its name, then a value for each column in ``OF_ARRAY``."""
     kept = Text("within", style="green") if quantity.within else Text("MISSED", style="bold red")
     numbers = f"{quantity.relative:.1e}", f"{quantity.bound:.1e}", kept, f"{quantity.largest:.1e}", f"{quantity.ulps:.3g}"
     return quantity.name, *numbers, _apart(quantity.from_one_device), _apart(quantity.from_other_framework)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 FRAMEWORKS = "jax", "torch"
 TITLES = {"jax": "JAX", "torch": "PyTorch"}
 FEATURES = "scale", "softcap", "sinks", "alibi_slopes", "dropout_rate", "key_mask", "extents"
-"""All features, by the argument names of ring_attention."""
 
 Objection = Callable[[Case, str, int], str | None]
 """A function ``objection(case, framework, ranks)`` that returns why a variant cannot run, or None."""
@@ -79,7 +78,6 @@ class Variant:
 
 
 def _find_error(make: Callable[[], object]) -> str | None:
-    """Call ``make``. Return the message of the ValueError that it raises, or None if it raises none."""
     try:
         make()
     except ValueError as error:

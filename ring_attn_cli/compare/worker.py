@@ -44,7 +44,6 @@ class Call(NamedTuple):
 
 Build = Callable[[Call], Function]
 
-
 Loaded = tuple[Arrays, Arrays, Arrays]
 """The placed arrays of a call: those to differentiate, the others, and the cotangents."""
 

@@ -18,7 +18,6 @@ from ring_attn_core.kernels.launch import Launch, Specialization
 from . import ModelAttention, kernels_of, problems
 
 WIDTHS = (64, 64), (128, 128), (256, 256), (192, 128)
-"""Head sizes of q, k and of v."""
 RINGS = (1, "contiguous", "auto"), *((ranks, layout, name) for ranks in (2, 4) for layout, name in (
     ("zigzag", "ring"), ("zigzag", "gather"), ("balanced", "ring"), ("balanced", "direct"),
 ))  # fmt: skip
@@ -28,7 +27,6 @@ GPU = f"sm_{CAPABILITY}"
 
 
 def plain_cases(widths: tuple[tuple[int, int], ...] = WIDTHS) -> dict[Specialization, Launch]:
-    """Return a launch of each kernel of the plain cases."""
     needed = {}
     for head_dim, v_dim in widths:
         for arrays in (frozenset[str](), frozenset({"extents"})):
@@ -40,7 +38,6 @@ def plain_cases(widths: tuple[tuple[int, int], ...] = WIDTHS) -> dict[Specializa
 
 
 def main(widths: tuple[tuple[int, int], ...] = WIDTHS) -> None:
-    """Compile with all processors, write one file a kernel, and print their number and size."""
     from triton import knobs
 
     rmtree(shipped.FOLDER, ignore_errors=True)

@@ -65,7 +65,6 @@ def typical(dtype: str, head_dim: int, v_dim: int | None = None) -> Problem:
 
 
 def findings(problem: Problem, framework: str = "both") -> list[Finding]:
-    """Return the devices of each framework and the fitness of its backends for ``problem``."""
     torch, jax = ("PyTorch", "torch", _torch), ("JAX", "jax", _jax)
     frameworks = {"both": (torch, jax), "torch": (torch,), "jax": (jax,)}
     if framework not in frameworks:

@@ -11,7 +11,6 @@ from rich.console import Console
 from ..error_reporting import errors_in_one_line
 
 DTYPE, HEAD_DIM = "bfloat16", 128
-"""The default dtype and head dim of the problem that the report is about."""
 
 
 def doctor(

@@ -85,7 +85,6 @@ class GenerateSettings:
 
     @property
     def llama(self) -> bool:
-        """Return True if the folder of the weights has Hugging Face's format."""
         return "model_type" in self.config
 
     def check_ids(self, ids: list[int], whose: str) -> None:

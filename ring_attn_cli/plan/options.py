@@ -44,7 +44,6 @@ def check_drawable(ranks: int) -> None:
 
 
 def check_drawn(option: str, tokens: int, segments: int) -> None:
-    """Raise ValueError above MOST_TOKENS or MOST_SEGMENTS, which would take long to assign to ranks and to draw."""
     if tokens > MOST_TOKENS or segments > MOST_SEGMENTS:
         raise ValueError(
             f"{option} draws at most {MOST_SEGMENTS:,} segments or documents of {MOST_TOKENS:,} tokens in all, got "

@@ -52,7 +52,6 @@ class PackedPlan(NamedTuple):
 
     @property
     def held(self) -> list[set[int]]:
-        """Return for each rank the indices of the parts that have a token on it."""
         starts = list(accumulate(self.parts, initial=0))
         at = lambda position: bisect_right(starts, position) - 1
         dense = lambda run: range(at(run.start), at(run.start + run.length - 1) + 1)
@@ -61,7 +60,6 @@ class PackedPlan(NamedTuple):
 
     @property
     def whole(self) -> list[int]:
-        """Return for each rank the number of parts that lie on it alone."""
         held = self.held
         ranks_of = Counter(part for parts in held for part in parts)
         return [sum(ranks_of[part] == 1 for part in parts) for parts in held]
@@ -167,7 +165,6 @@ def answer_tree(layout: str, tree: Tree, ranks: int, width: int) -> RenderableTy
 
 
 def answer_batches(lengths: list[int], ranks: int, tokens: int) -> RenderableType:
-    """Return a rich renderable: what the plan says in words, and a row for each microbatch of ``ranks`` x ``tokens`` tokens."""
     plan = plan_batches(lengths, ranks, tokens)
     table = _number_table("microbatch", ("documents", "tokens", "longest", "pairs", "max/mean"), padding=(0, 1))
     for number, batch in enumerate(plan):
@@ -232,7 +229,6 @@ def _rank_table(plan: PackedPlan, what: str, sent: Sequence[int] | None) -> Tabl
 
 
 def _layout_table(plans: list[PackedPlan]) -> Table:
-    """Return a table with a row per plan: balance, most pairs of a rank, and remote keys, also as a share of a ring's."""
     table = _number_table("layout", ("balance", "most pairs", "keys of other ranks", "of a ring"))
     for plan in plans:
         remote, ranks = sum(each.remote for each in plan.work), len(plan.runs)

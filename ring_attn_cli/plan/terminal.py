@@ -27,7 +27,6 @@ from ..output_files import check_writable
 STEPS = 8
 """Largest number of steps that a drawing shows. The drawing says how many more steps the plan has."""
 
-
 _COLOURS = ("#4C78A8", "#F58518", "#54A24B", "#E45756", "#B279A2", "#EECA3B", "#72B7B2", "#9D755D")
 
 
@@ -93,7 +92,6 @@ def computed(plan: RingPlan, axis: Axis, shift: int) -> list[list[int | None]]:
 
 
 def _within(run: Run, first: int, end: int) -> Run:
-    """Return the part of ``run`` with positions in ``first .. end - 1``."""
     skipped = max(-((run.start - first) // run.stride), 0)
     return Run(run.start + skipped * run.stride, max(run.length - skipped, 0), run.stride).before(end)
 
@@ -172,7 +170,6 @@ def check_picture(path: Path) -> None:
 
 
 def save(drawing: RenderableType, path: Path, width: int) -> None:
-    """Write a drawing of ``width`` columns as SVG."""
     console = Console(record=True, width=width, file=StringIO(), force_terminal=True, color_system="truecolor", highlight=False)
     console.print(drawing)
     console.save_svg(str(path), title="ring-attn plan", theme=DEFAULT_TERMINAL_THEME)
@@ -216,7 +213,6 @@ def _matrices(plan: RingPlan, width: int) -> list[Table | Text]:
 
 
 def _table(plan: RingPlan, width: int) -> Table:
-    """Return a table with a row per rank: positions, pairs in all steps and, if ``width`` allows, pairs in the first steps."""
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column("rank", no_wrap=True)
     longest = max(len(word) for runs in plan.q_runs for word in holds(runs).split())

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ring_attn_core.model.config import TransformerConfig
 
 MODEL: dict[str, Any] = {"vocab": 256, "dim": 128, "depth": 2, "heads": 4, "kv_heads": 2}
-"""Defaults of the table ``[model]``."""
 DTYPES = "param_dtype", "compute_dtype"
 """The only keys of ``[model]`` that are allowed with ``init_from``."""
 KINDS: dict[Any, tuple[str, str, float]] = {

@@ -18,7 +18,6 @@ TAGS = {
     "mfu": "speed/mfu",
     "memory": "speed/memory_bytes",
 }
-"""Tags of a step's numbers, by their names in the log."""
 
 
 def explain_missing() -> str:

@@ -21,7 +21,6 @@ MARKS = RUN, "run/metadata"
 
 
 def newest(config: Config, framework: str) -> int:
-    """Return the step of the newest complete checkpoint that ``framework`` wrote in the run's folder, or 0 if none exists."""
     return max(_checkpoints(config, framework).steps(), default=0)
 
 

@@ -41,7 +41,6 @@ from .jax_mesh import AXES, make_mesh, place, weight_shardings
 from .loop import RunDevices, Tell, TrainStep, measure_process, train
 
 MAX_BYTES = 4096
-"""Size of the text that process 0 broadcasts, in bytes; a longer text is cut."""
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 """The XLA option of a scheduler that would keep offloaded activations on the GPU (docs/checkpointing.md)."""
 

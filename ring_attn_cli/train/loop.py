@@ -50,7 +50,6 @@ class Trainer(Protocol):
     first: bool
     model_config: TransformerConfig
     parameters: int
-    """Number of all weights."""
     trained: int
     """Number of the weights that the optimizer updates; with LoRA, those of the adapters."""
     data: Any
@@ -129,7 +128,6 @@ def train(config: Config, trainer: Trainer, tell: Tell) -> None:
 
 
 def microbatches(config: Config, trainer: Trainer, step: int, batches: Iterator[Any]) -> list[Any]:
-    """Take the microbatches of a step from ``batches``; in every ``train_every``-th step, make passkey texts instead."""
     every, number = config.passkey.train_every, config.microbatches
     if every == 0 or (step + 1) % every:
         return list(islice(batches, number))

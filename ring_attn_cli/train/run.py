@@ -146,7 +146,6 @@ class TrainWatch:
         self._progress.stop()
 
     def __call__(self, kind: str, line: dict[str, Any]) -> None:
-        """Show a line of the log. ``kind``: "run", "step", "evaluation" or "passkey"."""
         step = line["step"]
         if kind == "run":
             began = f", from step {step}" if step else ""

@@ -57,7 +57,6 @@ def check_lengths(lengths: Any, batch: int, most: int, what: str) -> list[int]:
 
 
 def check_rows(name: str, rows: Any, batch: int) -> list[int]:
-    """Return ``rows``, the distinct index or indices of requests, as a list of ints."""
     values = list(rows) if isinstance(rows, Sequence) else [rows]
     if not all(is_integer(row) and 0 <= row < batch for row in values):
         raise ValueError(f"{name} must be an int or ints from 0 to {batch - 1}, the cache's requests, got {rows!r}")
@@ -67,7 +66,6 @@ def check_rows(name: str, rows: Any, batch: int) -> list[int]:
 
 
 def check_fork(source: Any, target: Any, batch: int) -> tuple[list[int], list[int]]:
-    """Return ``source`` and ``target``, indices of requests, as lists of equal length; a single source is repeated."""
     values = list(source) if isinstance(source, Sequence) else [source]
     for row in values:
         check_rows("source", (row,), batch)
@@ -79,7 +77,6 @@ def check_fork(source: Any, target: Any, batch: int) -> tuple[list[int], list[in
 
 
 def check_step_rows(rows: Any, batch: int) -> list[int]:
-    """Return ``rows``, the distinct indices of the requests of a step, as a list of ints."""
     values = check_rows("rows", rows, batch)
     if not values:
         raise ValueError("rows names no request, and a step is of one at least: pass ints, or None for all of them")

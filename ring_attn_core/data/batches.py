@@ -19,7 +19,6 @@ from .settings import COLUMN, DatasetSettings
 
 
 def documents_of(settings: DatasetSettings) -> TokenizedDocuments:
-    """Return the documents of the folder, which holds texts, files of rows, or token arrays."""
     files = row_files.without_descriptions(find_files(settings))
     arrays = [file for file in files if file.name.endswith(token_arrays.SUFFIX)]
     if not arrays:

@@ -39,7 +39,6 @@ VERSION, INDEX_VERSION = 1, 3
 """Format versions: of the tokens (part of the digest) and of the index (part of the key)."""
 
 TOKENIZER = "tokenizer.json"
-"""Name of the tokenizer's file if ``tokenizer`` is a folder."""
 
 
 def tokenise(files: Sequence[File], settings: DatasetSettings) -> TokenizedDocuments:
@@ -117,7 +116,6 @@ def _tokens(folder: Path, kept: dict[str, Any]) -> Path:
 
 
 def _names(files: Sequence[File], rows: Iterable[list[int] | None]) -> list[str]:
-    """Return the names of the documents: the file's name for a text, ``file:row`` (from 1) for a row."""
     return [
         name
         for file, each in zip(files, rows, strict=True)

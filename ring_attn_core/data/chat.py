@@ -27,7 +27,6 @@ TOOLS = "tools"
 """The optional column of a file of chats with the tools that the assistant may call."""
 
 CALLS = "tool_calls"
-"""The field of an assistant's message with the message's tool calls, a list of dicts."""
 
 CHOICES = "all", "assistant"
 """The values of ``chat``: all tokens of a chat have labels, or only the assistant's."""
@@ -58,7 +57,6 @@ def folder_of(tokenizer: str | os.PathLike[str]) -> Path:
 
 
 def template_files(tokenizer: str | os.PathLike[str]) -> list[tuple[str, str]]:
-    """Return the name and the content of each file of ``FILES`` that the tokenizer has."""
     folder = folder_of(tokenizer)
     try:
         return [(path.name, read_bytes(path).decode()) for name in FILES for path in sorted(folder.glob(name))]

@@ -35,7 +35,6 @@ from ..runs import Band
 BLOCK = 2**24
 """Largest number of (query, key) pairs of a block of several queries. A block of one query may have more pairs."""
 
-
 NEITHER = (
     "is neither a band (causal, a sliding window) nor an intersection of one interval of keys for each query and one interval of "
     "queries for each key: split it into such masks, and merge the results of ring_attention with return_lse=True"
@@ -163,6 +162,5 @@ def _hull(visible: Any) -> Any:
 
 
 def both(a: Band, b: Band) -> Band:
-    """Return the intersection of two bands."""
     pick = lambda choose, x, y: y if x is None else x if y is None else choose(x, y)
     return Band(pick(max, a.lo, b.lo), pick(min, a.hi, b.hi))

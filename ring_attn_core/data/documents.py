@@ -34,9 +34,7 @@ class Document(NamedTuple):
 
     name: str
     path: str
-    """Path of the file that holds the tokens."""
     size: int
-    """Bytes of that file."""
     dtype: str
     """numpy's name of the dtype and byte order, such as "<u2"."""
     offset: int
@@ -130,7 +128,6 @@ def content_of(file: File) -> str:
 
 
 def update(content: Any, file: File) -> None:
-    """Update the hash ``content`` with the bytes of a file. Raise ValueError if the file cannot be read."""
     with opened(file.path) as bytes_of_file:
         while chunk := bytes_of_file.read(CHUNK):
             content.update(chunk)

@@ -89,7 +89,6 @@ class Encoder:
         return ((row, *template.text_of(chat, f"{file.path}, row {row}")) for row, chat in chats)
 
     def _encode(self, texts: list[str]) -> list[Any]:
-        """Return the tokenizer's encodings of texts; None for each without a tokenizer."""
         return [None] * len(texts) if self._tokenizer is None else self._tokenizer.encode_batch(texts, add_special_tokens=False)
 
 
@@ -109,7 +108,6 @@ def read_tokenizer(make: Callable[[Any], Any], name: str) -> Any:
 
 
 def _pack(ids: Sequence[int], width: int) -> bytes:
-    """Return the ids as ``width`` bytes each, little-endian."""
     if isinstance(ids, bytes):  # each byte is an id
         widened = bytearray(width * len(ids))
         widened[::width] = ids

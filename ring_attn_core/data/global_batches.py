@@ -84,7 +84,6 @@ class GlobalBatches(Index):
         return documents, dealt.tolist()
 
     def _begin(self, epoch: int) -> int:
-        """Return the number of the first global batch of an epoch."""
         begins = self._begins
         while len(begins) <= epoch:
             begins = self._begins = (*begins, begins[-1] + len(self._order(len(begins) - 1)[1]))  # threads may store equal ones

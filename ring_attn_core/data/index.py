@@ -41,7 +41,6 @@ class DocumentSpan(NamedTuple):
     begin: int
     """Index in the row of the span's first token."""
     count: int
-    """Number of tokens."""
 
 
 class PackedRows:
@@ -119,7 +118,6 @@ class Index:
         self._epoch: tuple[int, PackedRows, Sequence[int]] | None = None
         tokens, batch = sum(lengths), settings.rows * settings.length
         self.batches = tokens // batch if settings.last == "drop" else -(-tokens // batch)
-        """Number of batches of an epoch."""
         if not self.batches:
             raise ValueError(
                 f"{settings.folder} holds {tokens} tokens, and one batch of {settings.rows} x {settings.length} needs {batch}: "

@@ -21,7 +21,6 @@ from .index import ShardSpan
 from .settings import LARGEST
 
 MOST_OPEN = 64
-"""The most files that a reader keeps open."""
 
 
 class _SharedFile:
@@ -93,7 +92,6 @@ class Reader:
         return tokens.astype(np.int64)
 
     def _bytes(self, document: Document, first: int, count: int) -> bytes:
-        """Return the bytes of ``count`` tokens from ``first`` on. Raise ValueError if the file has changed."""
         size = int(document.dtype[-1])
         try:
             held = self._opened(document)

@@ -88,7 +88,6 @@ class _Row:
         return max(int(differ[0]) - 1, 0)  # the labels of the last equal token differ
 
     def add(self, tokens: np.ndarray) -> np.ndarray:
-        """Add a rollout and return the slot of each of its tokens."""
         shared = self.shared(tokens)
         new = np.arange(self.size, self.size + len(tokens) - shared)
         path = np.concatenate([self.path[:shared], new])

@@ -19,11 +19,9 @@ SUFFIXES = LINES, PARQUET, ARROW
 BESIDE = "dataset_info.json", "state.json", "dataset_dict.json"
 """Metadata files that ``save_to_disk`` of Hugging Face's datasets writes beside the rows."""
 ROWS = 1024
-"""Number of rows of a Parquet file that are read at a time."""
 
 
 def is_row_file(file: File) -> bool:
-    """Return True if the file's suffix is in ``SUFFIXES``: each row of the file is then a document."""
     return file.name.endswith(SUFFIXES)
 
 

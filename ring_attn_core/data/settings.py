@@ -15,13 +15,11 @@ from ..validation import in_words, is_integer
 from .chat import CHOICES
 
 BALANCED = "balanced"
-"""The name of the layout that assigns the documents of each batch to ranks."""
 
 BYTES = 256
 """Number of ids without a tokenizer, one for each byte value. An ``end`` id is then at least this number."""
 
 COLUMN = "text"
-"""The default of ``column``, the name of the column of texts in files of rows."""
 
 LARGEST = 2**31 - 1
 """The largest id: ids are int32 in JAX."""

@@ -16,7 +16,6 @@ SUFFIX = ".npy"
 
 
 def describe(files: Sequence[File]) -> TokenizedDocuments:
-    """Return the documents of ``files``, one for each file. Raise ValueError if a file is not an array of token ids."""
     documents, digest = [], sha256()
     for file in files:
         with opened(file.path) as array:

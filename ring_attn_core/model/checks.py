@@ -8,7 +8,6 @@ from typing import Any
 from ..problem.checks import check_dropout_rate, check_softcap
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-"""The dtypes of weights and of computations."""
 
 LARGEST = 2**31 - 1
 """The largest allowed size, so that 64 bits can count the elements of a matrix of two such sizes."""

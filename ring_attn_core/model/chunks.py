@@ -9,7 +9,6 @@ from ..problem.checks import DTYPES
 from ..validation import in_words, is_integer
 
 REDUCTIONS = ("mean", "sum")
-"""The ways to reduce the cross-entropies of all labels to one number."""
 
 Shape = tuple[int, ...]
 

@@ -24,7 +24,6 @@ SLOTS = 64
 """A call's cache has a multiple of this many slots per rank, so that calls of similar length share a compiled step."""
 
 MOST = 2**30
-"""The largest number of new tokens of a request."""
 
 OnToken = Callable[[int, int], object]
 Progress = Callable[[int, int], object]
@@ -190,7 +189,6 @@ def _rounded(slots: int) -> int:
 
 
 def _most(new: Any, prompts: int) -> tuple[int, ...]:
-    """Return, for each prompt, the largest number of new tokens that the request may get."""
     new = _plain(new)
     several = isinstance(new, list | tuple)
     each = list(new) if several else [new] * prompts

@@ -27,7 +27,6 @@ TARGETS = {name: f"attention.{name}" for name in "qkvo"} | {name: f"mlp.{name}" 
 """The modules inside a block that may have adapters, by the names of ``LoRA.targets``."""
 
 FILES = ADAPTERS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
-"""peft's names of the files of saved adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +73,6 @@ class LoRA:
                 )
 
     def shapes(self, config: TransformerConfig) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-        """Return the shapes of A and B by the name of their projection in a model with this config."""
         of = {TARGETS[name]: widths(config)[name] for name in self.targets}
         inside = {module: ((self.rank, inputs), (outputs, self.rank)) for module, (inputs, outputs) in of.items()}
         return {f"blocks.{layer}.{module}": shapes for layer in range(config.depth) for module, shapes in inside.items()}

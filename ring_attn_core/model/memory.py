@@ -23,7 +23,6 @@ from .mixers import refuse_mixers
 GIB = 2**30
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 STEP = 1024
-"""The result of ``longest`` is a multiple of this number of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,6 @@ class StepMemory(NamedTuple):
 
     @property
     def worst(self) -> str:
-        """Return the name of the phase in ``moments`` with the most memory."""
         return max(self.moments, key=lambda name: total(self.moments[name]))
 
     @property
@@ -130,7 +128,6 @@ def block_saved(config: TransformerConfig, tokens: int, mlp_chunk: int | None = 
 
 
 def compute_bytes(config: TransformerConfig) -> int:
-    """Return the bytes per element of activations."""
     return BYTES[config.compute_dtype or config.param_dtype]
 
 
@@ -166,7 +163,6 @@ OF_MLP = ("MLP", "MLP's input", "sum")
 
 
 def _weights(config: TransformerConfig, training: Training) -> tuple[Term, ...]:
-    """Return the terms of the weights, their gradients, AdamW's moment estimates and the reserve."""
     w, c, shared = BYTES[config.param_dtype], compute_bytes(config), -(-weights(config) // training.gpus)
     block, ends = block_weights(config), _ends(config)
     return (

@@ -14,7 +14,6 @@ from ..validation import hold_numbers, in_words
 from .checks import check_dtype, check_eps, check_flags, check_sizes
 
 MIXERS = "attention", "gated_delta_net", "mamba2"
-"""The layers that ``TransformerConfig.mixers`` may name."""
 
 StateShapes = tuple[tuple[int, ...], tuple[int, ...]]
 """The shapes of what a layer keeps of a request: its convolution's last tokens [taps - 1, channels], and its state."""

@@ -14,10 +14,8 @@ from .weight_names import check_state
 MAY_CHANGE = "compute_dtype", "dropout_rate", "published"
 """Fields of a config that a resumed run may change: they affect neither weights nor the meaning of a trained model."""
 
-
 ITEMS = "(keys and values)"
 """The key under which JSON stores the items of a dict whose keys are not all texts, such as MultiStepLR's milestones."""
-
 
 Kinds = dict[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape of arrays, by name."""

@@ -40,7 +40,6 @@ class Replica(NamedTuple):
 
 
 Table = Mapping[str, Sequence[Replica]]
-"""The replicas of each named value in one process, by name."""
 
 
 def tables_from_json(tables: Iterable[Any]) -> list[Table]:

@@ -30,7 +30,6 @@ DTYPES = "F32", "BF16", "F16", "F64"
 """safetensors' names of the dtypes that weights may be stored in."""
 
 SAMPLES = 256
-"""The most blocks of a file that are read for its digest."""
 
 TRIES, LOOKS = 5, 10
 """The most attempts to open a folder that another process keeps replacing, and to find, 10 ms apart, one that a save renames."""
@@ -40,7 +39,6 @@ class WeightFile(NamedTuple):
     """An open safetensors file."""
 
     weights: Any
-    """The result of ``safe_open``."""
     promised: set[str] | None
     """The names of weights that the index lists for the file; None without an index."""
     file: BinaryIO
@@ -53,7 +51,6 @@ class WeightFolder(NamedTuple):
 
     folder: Path
     config: dict[str, Any]
-    """The contents of config.json."""
     files: dict[Path, WeightFile]
 
     def check_unwritten(self) -> None:
@@ -210,7 +207,6 @@ def own_config(held: WeightFolder) -> TransformerConfig:
 
 
 OWN = Naming(own_config, lambda name: name, lambda config: ())
-"""The naming of the folders of ``save_weights``."""
 
 
 def to_disk(path: Path) -> None:
@@ -223,7 +219,6 @@ def to_disk(path: Path) -> None:
 
 
 def _opened(place: Path, stack: ExitStack, framework: str, device: str) -> WeightFolder:
-    """Open all files of a folder; ``stack`` closes them."""
     texts = {place / name: identity(place / name) for name in (CONFIG, INDEX) if (place / name).exists()}
     config = read_json(place / CONFIG)
     files = {}

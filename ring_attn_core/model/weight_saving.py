@@ -25,7 +25,6 @@ MOST_BYTES = 5 * 10**9
 """The most bytes of a file that holds several weights. The saving process holds all weights of a file in host memory."""
 
 SAVED = "float32", "bfloat16", "float16", "float64"
-"""The dtypes in which weights may be saved."""
 
 Save = Callable[[dict[str, Any], Path, dict[str, str]], None]
 """The type of safetensors' ``save_file``: takes arrays by name, the path, and the header's metadata."""

@@ -269,7 +269,6 @@ def best_fit(sizes: Sequence[int], order: Iterable[int], capacity: int) -> np.nd
 
 
 def _checked(lengths: Any) -> np.ndarray:
-    """Return lengths as an int64 array. Raise ValueError if the list is empty, or if a length is not an int of at least 1."""
     found = np.asarray(lengths) if isinstance(lengths, list | tuple | np.ndarray) else None
     if found is None or found.ndim != 1 or found.dtype.kind not in "iu" or not found.size or found.min() < 1:
         rows = document_rows(lengths)  # says which length is wrong

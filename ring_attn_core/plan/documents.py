@@ -69,12 +69,10 @@ class PackedDocuments:
 
     @property
     def length(self) -> int:
-        """Return the number of tokens of the longest row."""
         return max(sum(row) for row in self.rows)
 
     @cached_property
     def boundaries(self) -> list[int]:
-        """Return the positions at which a document of any row begins or ends, in order."""
         return sorted({0, *(end for row in self.rows for end in accumulate(row))})
 
     @cached_property

@@ -90,7 +90,6 @@ def _finite(x: Any) -> bool:
 
 
 ITEM = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-"""Bytes per element of each dtype of q, k and v."""
 DTYPES = tuple(ITEM)
 INTEGERS = ("int32", "int64", "uint32", "uint8", "int16", "int8")
 
@@ -272,7 +271,6 @@ def check_own_pair(pair: Any, is_array: Callable[[Any], bool], expected: str) ->
 
 FARTHEST = 2**30
 """Upper bound (exclusive) of the positions of ``attend_block`` and of a decode window, so that every lag fits int32."""
-
 
 _HINTS = {
     "extents": "It holds first and end (exclusive) of the key positions that each query may see, sharded like q",

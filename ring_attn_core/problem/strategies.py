@@ -23,7 +23,6 @@ from ..validation import in_words
 
 STRATEGIES = ("auto", "ring", "direct", "two_way", "gather", "ulysses", "two_level", "push")
 RECORDS = {"gather": Gather, "ulysses": Ulysses, "two_level": TwoLevel}
-"""The option records of strategies, by the name of the strategy."""
 
 ORDERS = "ring", "global"
 IN_GLOBAL_ORDER = "global_order"

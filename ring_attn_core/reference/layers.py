@@ -23,7 +23,6 @@ Array = np.ndarray
 Arrays = dict[str, Array]
 
 EPS = 1e-6
-"""The eps of RMSNorm, equal to the default of the layers of both packages."""
 
 
 class LayerSettings(NamedTuple):

@@ -76,7 +76,6 @@ class Patterns(NamedTuple):
         return self._asdict() | {name: getattr(options, name) for name in names}
 
     def check_heads(self, heads: int) -> None:
-        """Raise ValueError if mixing="heads" has more patterns than heads."""
         if self.mixing == "heads" and len(self.segments) > heads:
             raise ValueError(
                 f'mixing="heads" gives every pattern a group of heads, got {len(self.segments)} patterns for {heads} heads: '

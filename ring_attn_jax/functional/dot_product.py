@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
 BACKENDS = {None: "auto", "xla": "blockwise"}
-"""The backend for each value of ``implementation``."""
 
 
 @named_keywords
@@ -171,14 +170,12 @@ class Shards(NamedTuple):
 
 
 def _batched(name: str, x: Any, unbatched: bool) -> jax.Array:
-    """Return ``x`` as [batch, tokens, heads, head_dim], with a batch of 1 added if ``unbatched`` is True."""
     if not hasattr(x, "ndim") or x.ndim != (3 if unbatched else 4):
         raise ValueError(f"{name} must be [batch, tokens, heads, head_dim], or all three without the batch, got {in_words(x)}")
     return x[None] if unbatched else x
 
 
 def _row_lengths(name: str, x: Any, batch: int) -> jax.Array:
-    """Return ``x``, the number of tokens of each row, as int32 [batch, 1]."""
     x = jnp.asarray(x)
     if x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers [batch] = [{batch}], the tokens of each row, got {x.dtype} {list(x.shape)}")
@@ -186,7 +183,6 @@ def _row_lengths(name: str, x: Any, batch: int) -> jax.Array:
 
 
 def _window(size: Any) -> Band:
-    """Return the band of ``local_window_size``, full for None."""
     if size is None:
         return full()
     sides = (size, size) if is_integer(size) else size

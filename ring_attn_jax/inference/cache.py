@@ -199,7 +199,6 @@ class KVCache(Requests):
 
 
 def _name(dtype: Any) -> Any:
-    """Return the name of a dtype, or the argument itself if it is not a dtype."""
     if dtype is None:  # jnp.dtype(None) is float64
         return None
     try:

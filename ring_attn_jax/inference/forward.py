@@ -222,7 +222,6 @@ def logits_of(model: RankModel, hidden: jax.Array) -> jax.Array:
 
 
 def computes_in(model: Decoder) -> str:
-    """Return the name of the dtype of a model's activations, which may differ from that of its weights."""
     return str(model.compute_dtype or model.embed.embedding[...].dtype)
 
 

@@ -19,7 +19,6 @@ from ..call.autograd import LSE_NAME, OUT_NAME
 
 INPUT_NAME = "ring_attn_block_input"
 HOST = "pinned_host"
-"""The memory kind of offloaded arrays."""
 
 Module = TypeVar("Module", bound=nnx.Module)
 Caller = Callable[..., jax.Array]

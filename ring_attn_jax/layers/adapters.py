@@ -189,7 +189,6 @@ REFUSED = {
 
 
 def _one_batch(x: jax.Array) -> jax.Array:
-    """Reshape [batch..., tokens, heads, dim] to [batch, tokens, heads, dim]."""
     return x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
 
 

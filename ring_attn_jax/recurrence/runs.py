@@ -148,7 +148,6 @@ class RunShard:
 
     @property
     def most(self) -> int:
-        """Return the length of the longest run of any rank."""
         return max(n for runs in self.order.runs for _, n, _ in runs)
 
     @property

@@ -19,7 +19,6 @@ from ring_attn_core.model.weight_files import read_json
 T = TypeVar("T")
 
 STATE = "state"
-"""The folder of the arrays within a checkpoint."""
 
 EARLIER = "run/metadata"
 """The file with the run's progress in a checkpoint of an earlier version. Such a checkpoint has no digests."""

@@ -69,7 +69,6 @@ def split(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def is_plain(x: Any) -> bool:
-    """Return whether ``x`` is a value that run.json holds: a bool, int, float or text."""
     return type(x) in (bool, int, float, str)
 
 

@@ -80,7 +80,6 @@ def token_log_probs(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _values(x: jax.Array, head: jax.Array | None, labels: jax.Array, settings: LogProbSettings) -> tuple[jax.Array, ...]:
-    """Return log-probability [b s] and perhaps entropy [b s] for hidden states [b s dim] with ``head``, else logits."""
     return _forward(x, head, labels, settings)[0]
 
 
@@ -132,7 +131,6 @@ def _logits(x: jax.Array, weight: jax.Array, labels: jax.Array, settings: LogPro
 
 
 def _wide(logits: jax.Array, settings: LogProbSettings) -> jax.Array:
-    """Return the logits over the temperature, in at least float32."""
     return logits.astype(accumulation_dtype(logits.dtype)) / settings.temperature
 
 

@@ -88,7 +88,6 @@ def _entries(what: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_exists(name: str, x: Any) -> None:
-    """Raise ValueError if ``x`` is an array that was deleted or donated. ``name``: the name of ``x`` in the message."""
     if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
         raise ValueError(f"{name} was deleted, as a donated array is: pass the one that took its place")
 
@@ -144,7 +143,6 @@ def _gathered(text: str) -> list[str]:
 
 
 def gather_to_host(x: jax.Array) -> np.ndarray:
-    """Return the whole of ``x``, in C order, in every process."""
     return np.ascontiguousarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
 
 

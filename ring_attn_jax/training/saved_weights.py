@@ -28,7 +28,6 @@ from .ranks import agreed, check_exists, check_kinds, gather_to_host, together
 from .weights import _parameters, _turned
 
 LOADING = "loading weights"
-"""The name of the call in error messages, both for ``load_weights`` and for ``load_llama``."""
 
 
 def save_weights(model: RingTransformer, folder: str | Path) -> None:
@@ -92,7 +91,6 @@ def described(held: WeightFolder, config: TransformerConfig, naming: Naming, rin
 
 
 def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
-    """Load the weights from the open folder ``held`` into the model, one at a time, and return the model."""
     model, everywhere = empty.model, empty.sharding
     kept = _parameters(model)
     flat = []
@@ -155,7 +153,6 @@ def transformer_in(model: RingTransformer) -> RingTransformer:
 
 
 def _whole(model: RingTransformer) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, weight) for each weight, gathered from its shards to the host one at a time."""
     for name, (path, p) in _parameters(model).items():
         yield name, np.ascontiguousarray(_turned(path, gather_to_host(p[...])))
 

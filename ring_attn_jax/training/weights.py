@@ -65,4 +65,3 @@ def _placed(x: Any, old: jax.Array) -> jax.Array:
 
 
 _NAMES = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
-"""PyTorch's names for flax's weights."""

@@ -22,7 +22,6 @@ from ..ring.groups import is_dtensor, rank_in, ranks_of, ring_of
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 Arguments = dict[str, Any]
-"""Keyword arguments of ``ring_attention``, by name."""
 
 
 class RingArguments(NamedTuple):

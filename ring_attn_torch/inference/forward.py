@@ -186,7 +186,6 @@ def logits_of(model: Decoder, hidden: Tensor) -> Tensor:
 
 
 def computes_in(model: Decoder) -> str:
-    """Return the name of the dtype of a model's activations, which may differ from that of its weights."""
     return dtype_name(model.compute_dtype or model.embed.weight.dtype)
 
 

@@ -234,7 +234,6 @@ class Requests:
 
 
 def empty(spec: CacheSpec, device: torch.device) -> list[Tensor]:
-    """Return k, v, positions, counts, lengths, reached and owners of an empty cache."""
     sizes, slots = spec.sizes, spec.slots + 1
     heads = [(sizes.layers, spec.batch, slots, sizes.kv_heads, dim) for dim in (sizes.head_dim, sizes.v_dim)]
     keys = [torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device) for shape in heads]

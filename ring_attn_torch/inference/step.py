@@ -32,7 +32,6 @@ class DecodeStep(StepArrays):
     host: tuple[tuple[int, ...], tuple[tuple[int, ...], ...] | None] = ((), None)
     """The requests as ints, and the number of tokens of each chunk on each rank, [requests][ranks], or None without a layout."""
     written: set[int] = field(default_factory=set)
-    """The layers written so far."""
 
 
 def appended(held: CachedRequests, tokens: int, valid: Tensor | None) -> dict[str, Any]:

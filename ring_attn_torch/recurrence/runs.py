@@ -157,7 +157,6 @@ class RunShard:
 
     @property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
-        """Return this rank's runs (base, length, start)."""
         return self.order.runs[rank_in(self.ring)]
 
     def zero_padding(self, *arrays: Tensor) -> tuple[Tensor, ...]:

@@ -40,7 +40,6 @@ def tensors_of(model: nn.Module, rank: int) -> dict[str, Any]:
 
 
 def config_of(model: nn.Module) -> TransformerConfig | None:
-    """Return the config of ``model``, a RingTransformer or a module that contains one. Return None for other models."""
     return next((module.config for module in model.modules() if isinstance(module, RingTransformer)), None)
 
 

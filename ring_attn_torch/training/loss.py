@@ -125,7 +125,6 @@ def over_ranks(
 
 
 def _wrong_weights(labels: Labels, reduction: str) -> Tensor:
-    """Return a bool mask of the weights that are invalid in a mean: negative or not finite."""
     if labels.weights is None or reduction == "sum":
         return labels.labels.new_zeros((), dtype=torch.bool)
     return ~((labels.weights >= 0) & labels.weights.isfinite())

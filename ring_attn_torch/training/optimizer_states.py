@@ -20,7 +20,6 @@ States = dict[str, dict[str, Tensor]]
 StateKinds = dict[str, dict[str, list[Any]]]
 """[dtype, shape] of each state, by parameter name and state name. Shape: that of the whole DTensor, None for a plain tensor."""
 
-
 STATE = "optimizer.state."
 """Prefix of the names of states in a checkpoint, followed by the names of the parameter and of the state."""
 
@@ -93,7 +92,6 @@ def check_tensors(values: Mapping[str, Any]) -> None:
 
 
 def kinds(states: States) -> StateKinds:
-    """Return the dtype and shape of each state, for comparison between ranks."""
     kind = lambda x: [str(x.dtype).removeprefix("torch."), list(x.shape) if is_dtensor(x) else None]
     return {name: {key: kind(x) for key, x in each.items()} for name, each in states.items()}
 
@@ -193,7 +191,6 @@ def check_optimizer(where: Path, run: dict[str, Any], model: nn.Module, optimize
 
 
 def set_groups(optimizer: torch.optim.Optimizer, found: list[dict[str, Any]]) -> None:
-    """Set the settings, such as lr, of each parameter group to ``found``, the result of ``groups_of`` in a checkpoint."""
     for group, values in zip(optimizer.param_groups, found, strict=True):
         group.update({name: _restored(group.get(name), x) for name, x in values.items() if name != "params"})
 

@@ -101,7 +101,6 @@ def _check(name: str, x: Any) -> None:
 
 
 def _replica(owner: tuple[str, int], x: Any) -> Replica:
-    """Return the record of ``x``: its kind, and its value as text, or a digest of its bytes. ``owner``: ("rank", index)."""
     if not isinstance(x, Tensor):
         return plain_replica(owner, x)
     kind = "Tensor" if not isinstance(x, nn.Parameter) else "Parameter" if x.requires_grad else "frozen Parameter"

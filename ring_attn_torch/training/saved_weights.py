@@ -153,7 +153,6 @@ def transformer_in(model: nn.Module) -> RingTransformer:
 
 
 def _whole(parameters: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, weight) for each weight, gathered from its shards to the host one at a time."""
     for name, p in parameters.items():
         x = p.detach()
         yield name, (x.full_tensor() if is_dtensor(x) else x).cpu().contiguous()

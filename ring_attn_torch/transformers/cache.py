@@ -62,7 +62,6 @@ class RingCache(LinearStates, Cache):
         LinearStates.__init__(self)
         self.ring, self.depth, self.tokens = ring, layers, 0
         self.kv_layers = {layer: i for i, layer in enumerate(range(layers) if attention is None else attention)}
-        """The index in the KVCache of each layer with attention."""
         self.updated = 0
         """The layer whose attention runs."""
         self.kv: KVCache | None = None

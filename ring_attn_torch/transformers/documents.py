@@ -166,7 +166,6 @@ class RowTrees(NamedTuple):
     positions: Tensor
     """int64 [batch, length], the position of each token on its path from the root."""
     longest: int
-    """The number of tokens on the longest path."""
 
     def band(self, pattern: Pattern) -> Band:
         if pattern.band.lo != 0:

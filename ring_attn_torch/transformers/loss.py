@@ -43,10 +43,8 @@ PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1
 """The fields of trl's output that have one number per token."""
 
 FUNCTION = "load_balancing_loss_func"
-"""The name of the function that computes the auxiliary loss, in the modules of transformers' models."""
 
 TAKEN: set[Any] = set()
-"""The replacements of ``load_balancing_loss_func`` that ``take_over`` has installed."""
 
 COEFFICIENTS = "router_aux_loss_coef", "aux_loss_coef"
 """Names of the factor of the auxiliary loss, an attribute of a model or of its text part's config."""

@@ -37,7 +37,6 @@ from ring_attn_core.runs import Band
 from ..ring.groups import ranks_of, ring_of
 
 NAME = "ring"
-"""The value of ``attn_implementation``."""
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A mask function of transformers: (batch row, head, q_pos, k_pos) -> bool, broadcast."""

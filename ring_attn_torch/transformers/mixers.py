@@ -33,7 +33,6 @@ OLDEST_HYBRIDS = Version("5.15")
 """The first release of transformers whose mixers call the functions of ``FUNCTIONS``."""
 
 TAKEN: set[Any] = set()
-"""The replacements that ``take_over_mixers`` has installed."""
 
 KEPT = {"output_final_state", "return_final_states", "return_last_state"}
 """Arguments by which a mixer asks for its last state."""

@@ -188,7 +188,6 @@ class ModelHooks:
 
 
 HOOKS: WeakKeyDictionary[nn.Module, ModelHooks] = WeakKeyDictionary()
-"""The hooks of each model that is inside ``sequence_parallel``."""
 
 
 @torch.compiler.disable(reason=EAGER)

@@ -114,7 +114,6 @@ class LinearShard:
 
 
 def attention_layers(config: Any) -> list[int]:
-    """Return the layers of a hybrid model that have keys and values."""
     return [i for i, layer in enumerate(DynamicCache(config=config).layers) if isinstance(layer, DynamicLayer)]
 
 

@@ -30,7 +30,6 @@ UNSUMMED = (
     "the first step was made with gradients that are not summed over all ranks, or other code changed a weight on one rank: let "
     "the Trainer wrap the model, and change weights on every rank alike"
 )
-"""The remedy of an error about weights that differ after the first step."""
 
 TRAINERS = ("SFTTrainer", "DPOTrainer")
 """trl's Trainers that run on a ring. SFTTrainer computes the model's own loss there."""
