@@ -84,8 +84,7 @@ class OpenFile(Protocol):
 
 
 def read_at(file: OpenFile, offset: int, count: int) -> bytes:
-    """Return ``count`` bytes from ``offset``, or fewer at the end of the file. Threads and forked processes may share ``file``,
-    because ``pread`` does not move its offset; on Windows, which lacks ``pread``, they must not."""
+    """Return ``count`` bytes from ``offset``, or fewer at the end. Threads and forks may share ``file``, except on Windows."""
     parts = []
     while count > 0:
         if hasattr(os, "pread"):

@@ -212,9 +212,8 @@ def over_mesh(
 def _compiled(
     attend: Any, settings: tuple[Any, ...], where: ShardedAxes, specs: tuple[tuple[str, Any], ...], return_lse: bool, mapped: bool
 ) -> Any:
-    """Return the jitted function of a dict of arrays, cached, because each call outside jit would compile a new function.
-    JAX (0.10 to 0.12) gives arrays mapped by a vmap with spmd_axis_name another type, which ``check_vma`` refuses to combine with
-    others. So the check, which does not change gradients, is off if ``mapped``."""
+    """Return the jitted function, cached, because each call outside jit would compile anew. Under a vmap with spmd_axis_name
+    (``mapped``), whose types ``check_vma`` refuses, this check is off."""
 
     def on_shards(inputs: dict[str, Any]) -> Any:
         out, lse = attend(inputs, where, *settings)

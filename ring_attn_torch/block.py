@@ -178,8 +178,8 @@ torch.library.register_autograd("ring_attn::attend_block_backward", refuse_secon
 def _block(
     q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, counts: Sequence[int], call: str, backward: bool = False
 ) -> tuple[Keys, Rows, Score, Backend]:
-    """Check a block. Return what its backend's methods take after q, and the backend. ``counts``: start and length of the query
-    run, those of the key run, the stride of both, then ``Options.counts``. ``call``: ``OpCall.text``."""
+    """Check a block. Return what its backend's methods take after q, and the backend. ``counts``: start and length of both runs,
+    the stride, then ``Options.counts``."""
     (q_start, q_length, k_start, k_length, stride), options = counts[:5], OpCall.read(call, tuple(counts[5:])).options
     problem = problem_of(q, k, v, arrays, 1, options)
     decision = compile_call(problem, any_position=True)

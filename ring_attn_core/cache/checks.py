@@ -94,8 +94,7 @@ def check_layer(spec: CacheSpec, layer: Any) -> None:
 
 
 def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> None:
-    """Raise ValueError if the shapes or dtypes of new k and v do not fit the cache, or if the two dtypes differ.
-    ``tokens``: (requests, new tokens of each). A float8 cache takes any of ``DTYPES`` except float8."""
+    """Raise ValueError if new k and v do not fit the cache. ``tokens``: (requests, tokens of each)."""
     sizes = spec.sizes
     for name, shape, dim in (("k", shapes[0], sizes.head_dim), ("v", shapes[1], sizes.v_dim)):
         expected = (*tokens, sizes.kv_heads, dim)
@@ -122,8 +121,7 @@ def check_valid(shape: tuple[int, ...], dtype: str, expected: tuple[int, int]) -
 
 
 def check_scales(spec: CacheSpec, scales: Mapping[str, Any], read: Callable[[Any], Any]) -> None:
-    """Raise ValueError unless ``scales``, by name, are both None or arrays [layers, kv_heads] of finite positive numbers.
-    ``read``: returns an array on the host, or None if its values are unknown."""
+    """Raise ValueError unless both ``scales`` are None or finite positive [layers, kv_heads]. ``read``: to the host."""
     shape = spec.sizes.layers, spec.sizes.kv_heads
     if len({scale is None for scale in scales.values()}) > 1:
         raise ValueError("k_scale and v_scale go together: pass both, or none to take them from what is written first")
@@ -151,8 +149,7 @@ def check_chunk(layout: str | None) -> None:
 
 
 def check_window(spec: CacheSpec, window: Any) -> int | None:
-    """Return ``window``, the earlier positions that a query sees, by default the cache's; None means all.
-    It must not exceed the cache's window, because keys outside that may be overwritten."""
+    """Return ``window``, by default the cache's (None: all). It must not exceed that: older keys may be overwritten."""
     if window is None:
         return spec.window
     if not is_integer(window) or window < 0:
@@ -165,9 +162,8 @@ def check_window(spec: CacheSpec, window: Any) -> int | None:
 
 
 def check_back(spec: CacheSpec, reached: int, length: int, row: int) -> None:
-    """Raise ValueError if a rollback to ``length`` tokens goes more than ``spec.room`` tokens below ``reached``.
-    ``reached``: the greatest length since the request was empty. After a longer rollback a query might need overwritten
-    tokens."""
+    """Raise ValueError if a rollback to ``length`` goes more than ``spec.room`` below ``reached``, the greatest length so far:
+    a query might need overwritten tokens."""
     if spec.room is not None and length < reached - spec.room:
         raise ValueError(
             f"request {row} was {reached} tokens long and shall go back to {length}: this cache has room for {spec.room}, what "
@@ -184,9 +180,7 @@ def check_no_states(spec: CacheSpec) -> None:
 
 
 def grown(spec: CacheSpec, counts: Sequence[Sequence[int]], tokens: Any) -> CacheSpec:
-    """Return the spec of a cache with enough slots for ``tokens`` more tokens of each request, shared evenly by the ranks.
-    ``counts`` [requests][ranks]: cached tokens. A rank gets the largest count plus ``tokens / ranks`` slots per request, in whole
-    pages, and never fewer than before."""
+    """Return the spec with whole pages of slots for ``tokens`` more tokens of each request, shared evenly by the ranks."""
     if spec.page is None:
         raise ValueError("this cache has a fixed capacity: make it with page=, the tokens of a page, to let it grow")
     if not is_integer(tokens) or tokens < 0:

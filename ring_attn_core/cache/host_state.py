@@ -8,9 +8,8 @@ from .spec import CacheSpec
 
 
 class HostState:
-    """Upper bounds of the requests' lengths, and exact token counts if they are known.
-    ``lengths``: too high after rejected tokens. ``counts`` [requests][ranks]: tokens on each rank; None if unknown. ``reached``:
-    upper bound of the greatest length since the request was last empty."""
+    """Upper bounds of the requests' ``lengths`` (too high after rejected tokens) and of the greatest ``reached``, and the exact
+    ``counts`` [requests][ranks], None if unknown."""
 
     def __init__(self, spec: CacheSpec) -> None:
         self.know([[0] * spec.ranks] * spec.batch, [0] * spec.batch)

@@ -45,8 +45,7 @@ def earlier(ranks: int) -> list[list[int]]:
 
 def append_indices(counts: Any, slot_indices: Any, earlier: Any) -> Any:
     """Return for each empty slot, [batch, ranks, slots], the number of tokens appended before the slot is taken.
-    ``counts`` [batch, ranks]: tokens of each rank. ``slot_indices`` [batch, ranks, slots]: at least the count. ``earlier``
-    [ranks, ranks]: the result of :func:`earlier`. All are integer arrays of numpy, torch or jnp."""
+    ``counts`` [batch, ranks], ``slot_indices`` [batch, ranks, slots], ``earlier`` [ranks, ranks]: integers of any framework."""
     return (slot_indices[..., None] + earlier[None, :, None, :] - counts[:, None, None, :]).clip(0).sum(-1)
 
 

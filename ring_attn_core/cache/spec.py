@@ -78,9 +78,8 @@ class CacheSpec:
 
     @classmethod
     def of(cls, config: Any, batch: int, capacity: int | None, ranks: int, **options: Any) -> CacheSpec:
-        """Return the spec of a cache; ``options``: its other fields.
-        ``capacity``: tokens of a request; each rank gets its share, rounded up to an even number so that a full prompt fits in
-        every layout. With a window: slots of each rank, by default ``window + room``; ``room`` is by default ``window``."""
+        """Return the spec of a cache. ``capacity``: tokens of a request, shared by ranks in even numbers, so that a full prompt
+        fits every layout; with a window: slots of each rank, by default ``window + room``."""
         check_ranks(ranks)
         computes_in = getattr(config, "compute_dtype", None) or getattr(config, "param_dtype", "bfloat16")
         if options.get("dtype") is None:

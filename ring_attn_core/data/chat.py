@@ -88,8 +88,7 @@ class ChatTemplate:
         return found
 
     def text_of(self, row: ChatRow, where: str) -> tuple[str, list[Span] | None]:
-        """Return the text of a chat, and the spans that have labels, in order (None without ``parts=True``).
-        ``where``: the file and row of the chat, with which errors begin."""
+        """Return a chat's text, and the spans with labels, None without ``parts=True``. ``where``: file and row, for errors."""
         chat = _checked(row, where)
         written = self._write(chat, where)
         self._check_tools(chat, written, where)
@@ -212,8 +211,7 @@ def _unmarked(text: str) -> tuple[str, list[Span]]:
 
 
 def inside(offsets: list[Span], spans: list[Span]) -> list[bool]:
-    """Return for each token whether any of its characters lies in one of ``spans``.
-    ``offsets``: the span of each token's characters. Both lists are sorted by position. A span is not empty."""
+    """Return for each token whether any of its characters lies in one of the sorted ``spans``. ``offsets``: each token's span."""
     found, at = [], 0
     for first, end in offsets:
         while at < len(spans) and spans[at][1] <= first:

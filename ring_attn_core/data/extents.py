@@ -16,8 +16,7 @@ def check_one_form(ids: Any, cu_seqlens: Any, length: Any) -> None:
 
 
 def find_disorder(ids: Any, highest: Any) -> tuple[Any, Any]:
-    """Return bool [batch, length - 1] twice: ids that decrease, and ids that go on after padding.
-    ``ids`` [batch, length]: of any framework. ``highest``: the largest id of the row so far."""
+    """Return bool [batch, length - 1] twice: ids that decrease, and ids that go on after padding."""
     before, this, highest = ids[:, :-1], ids[:, 1:], highest[:, :-1]
     return (this >= 0) & (this < highest), (this >= 0) & (this == highest) & (before < 0)
 
@@ -41,9 +40,7 @@ def check_ids(ids: np.ndarray | None, where: str) -> None:
 
 
 def length_of(ends: np.ndarray | None, count: int, length: int | None, unknown: str) -> int:
-    """Return the number of positions of packed documents, after checks of ``cu_seqlens``.
-    ``ends``: its values, or None if the host cannot read them. ``count``: their number. ``unknown``: the end of the error if
-    ``length`` is needed."""
+    """Return the number of positions of packed documents. ``ends``: None if unknown; ``unknown``: the error's end."""
     if length is not None:
         check_length(length)
     elif ends is None:

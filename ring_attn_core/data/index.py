@@ -71,8 +71,7 @@ class PackedRows:
 
 
 def shuffled(count: int, *key: int | str) -> list[int]:
-    """Return a permutation of 0 to ``count - 1`` determined by ``key``, the same in each process and Python version.
-    Python guarantees this for ``random()``, but not for ``random.shuffle``: sort the indices by drawn numbers."""
+    """Return a permutation of ``count`` by ``key``: it sorts ``random()``, which Python keeps stable, unlike ``shuffle``."""
     draw = random.Random("/".join(map(str, key))).random
     drawn = [draw() for _ in range(count)]
     return sorted(range(count), key=drawn.__getitem__)
@@ -135,8 +134,7 @@ class Index:
         return [packed_rows.spans(order[row] if row < len(order) else row) for row in wanted]
 
     def _packed_rows(self, epoch: int) -> tuple[PackedRows, Sequence[int]]:
-        """Return the packed rows of an epoch, and the order in which batches take the full rows.
-        If the last packed row is not full, batches take it after all others."""
+        """Return the packed rows of an epoch, and the order of the full ones; a last row that is not full comes after them."""
         if self._epoch is None or self._epoch[0] != epoch:
             of, key = self._settings, (self._settings.seed, epoch)
             documents = shuffled(len(self._lengths), "documents", *key) if of.shuffle else None

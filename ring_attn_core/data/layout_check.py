@@ -24,9 +24,7 @@ AGAIN = (
 
 
 def where_held(extents: Any, runs: Iterable[tuple[int, int, int, int]], first: int) -> tuple[bool, bool]:
-    """Return whether a rank's nonempty extents contain their tokens' positions, in the layout and in natural order.
-    ``extents`` [rows, tokens, 2] of NumPy. ``runs``: (base, length, start, stride). ``first``: position of the first token in
-    natural order."""
+    """Return whether nonempty extents [rows, tokens, 2] contain their tokens, in the layout ``runs`` and in natural order."""
     found = []
     for base, length, start, stride in runs:
         begin, end = extents[:, base : base + length, 0], extents[:, base : base + length, 1]
@@ -47,9 +45,8 @@ def check_order(name: str, ranks: Iterable[Any]) -> None:
 
 
 def check_labels(labels: Any, ids: Any, documents: Any) -> None:
-    """Raise ValueError if the label of each document's last token is the first token of the next document.
-    The arrays are [rows, tokens]. Skip the check if all documents begin with one token, since it may be the token that ends each
-    of them."""
+    """Raise ValueError if the label of a document's last token is the first token of the next. Skip documents that all begin
+    with one token, which may be the one that ends each."""
     if labels is None or ids is None or documents is None:
         return
     last = (documents[:, :-1] != documents[:, 1:]) & (documents[:, :-1] >= 0) & (documents[:, 1:] >= 0)
@@ -63,9 +60,8 @@ def check_labels(labels: Any, ids: Any, documents: Any) -> None:
 
 
 def mark_mismatches(extents: Any, tokens: Any, of_tree: bool) -> Any:
-    """Return bool [rows, tokens]: True if a token's nonempty extent is impossible at the token's position.
-    ``extents`` [rows, tokens, 2], ``tokens`` [tokens] or [rows, tokens]: positions. Extents ``of_tree`` must contain their token;
-    those of causal queries must begin at or before it."""
+    """Return bool [rows, tokens]: True if a nonempty extent is impossible at its token. Extents ``of_tree`` contain it; those of
+    causal queries begin at or before it."""
     first, end = extents[..., 0], extents[..., 1]
     outside = first > tokens
     if of_tree:

@@ -63,8 +63,7 @@ class Reader:
             _check_unwritten(document, identity_now(path))
 
     def read(self, read: ShardSpan) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids [read.count] and the labels [read.labelled] of a span; the label of a token is the id of the next token.
-        It is -1 if ``Document.marked`` is True and the highest bit of that id is set."""
+        """Return the ids [read.count] and the labels [read.labelled] of a span; -1 if the next id is marked as unlabelled."""
         if read.stride == 1:
             tokens = self._tokens(read.span.document, read.first, max(read.count, read.labelled + 1), 1)
             ids, labels = tokens[: read.count], tokens[1 : 1 + read.labelled]
@@ -76,8 +75,7 @@ class Reader:
         return ids, labels
 
     def _tokens(self, document: int, first: int, count: int, stride: int) -> np.ndarray:
-        """Return as int64 the ids of ``count`` tokens ``first``, ``first + stride`` and so on of a document.
-        If ``Document.marked``, a token without a label gives its id's bitwise complement, a negative number."""
+        """Return int64 ids of ``count`` tokens from ``first`` on; the complement of a marked id, a negative number."""
         of = self.documents[document]
         dtype = np.dtype(of.dtype)
         tokens = np.frombuffer(self._bytes(of, first, (count - 1) * stride + 1 if count else 0), dtype)[::stride]

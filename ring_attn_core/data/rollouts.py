@@ -67,8 +67,7 @@ class Rollouts:
 
 
 class _Row:
-    """A row to which rollouts are added in lexicographic order.
-    So no earlier rollout shares a longer prefix with a new one than the last added does, and only that is compared."""
+    """A row to which rollouts are added in lexicographic order, so that the last one shares the longest prefix with the next."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -141,8 +140,7 @@ def pack_rollouts(rollouts: Any, loss_masks: Any = None, weights: Any = None, le
 
 
 def check_values(shape: tuple[int, ...], rollouts: Any, layout: Any, ranks: int) -> None:
-    """Raise ValueError if an array of ``shape`` [rows, tokens, ...] does not fit the rows of ``rollouts``.
-    ``layout``: that of its shards; None if the array holds whole rows."""
+    """Raise ValueError if [rows, tokens, ...] does not fit the rows of ``rollouts``. ``layout``: of its shards; None: whole."""
     if not isinstance(rollouts, Rollouts):
         raise ValueError(f"rollouts must be the result of pack_rollouts, got {in_words(rollouts)}")
     rows, tokens = rollouts.ids.shape
@@ -156,9 +154,7 @@ def check_values(shape: tuple[int, ...], rollouts: Any, layout: Any, ranks: int)
 
 
 def _placed(lists: list[np.ndarray], length: int | None) -> tuple[list[tuple[int, np.ndarray]], list[_Row]]:
-    """Return each rollout's row index and slots, and all rows.
-    A rollout goes to the first row with room to which it adds the fewest tokens not shared with the last rollout there, else to a
-    new row."""
+    """Return each rollout's row and slots, and all rows. It goes to the first row to which it adds the fewest tokens."""
     rows: list[_Row] = []
     placed: list[Any] = [None] * len(lists)
     for i in sorted(range(len(lists)), key=lambda i: lists[i].astype(">u4").tobytes()):
@@ -198,8 +194,7 @@ def _checked(rollouts: Any, length: int | None) -> list[np.ndarray]:
 
 
 def _values(name: str, values: Any, lists: list[np.ndarray], what: str) -> list[np.ndarray]:
-    """Return ``values``, such as weights, as one float64 array for each rollout; None means 1 everywhere.
-    Unless ``name`` is "loss_masks", a number can replace an array of equal values. ``what``: the expected values in words."""
+    """Return ``values`` as float64 arrays by rollout; None: 1. Unless ``name`` is "loss_masks" a number stands for an array."""
     each = [1.0] * len(lists) if values is None else values
     each = list(each) if isinstance(each, Iterable) and not isinstance(each, str | dict) else None
     if each is None or len(each) != len(lists):

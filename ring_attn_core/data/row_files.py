@@ -45,8 +45,7 @@ def chats(file: File, column: str, content: Any) -> Iterator[tuple[int, ChatRow]
 
 
 def _filled(value: Any) -> Any:
-    """Return a value of an Arrow column without the null fields of its dicts, which Arrow adds so that all have the same fields.
-    The dicts of a list, such as messages, keep theirs; only dicts inside them are changed."""
+    """Return an Arrow value without null fields of dicts, which Arrow adds; dicts of a list, such as messages, keep theirs."""
     pruned = lambda x: _without_nulls(x) if isinstance(x, dict | list) else x
     if not isinstance(value, list):
         return pruned(value)
@@ -76,8 +75,7 @@ def texts(file: File, column: str, content: Any) -> Iterator[tuple[int, str]]:
 
 
 def _of_lines(file: File, columns: Sequence[str], content: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the line number, from 1, and the values of ``columns`` for each JSON object; blank lines count.
-    A missing value is None, except in the first column. Update the hash ``content`` with the file."""
+    """Yield the line number and the ``columns`` of each JSON object; only the first must exist. Update the hash ``content``."""
     with opened(file.path) as raw, io.BufferedReader(raw, CHUNK) as lines:  # type: ignore[arg-type]
         for row, line in enumerate(lines, 1):
             content.update(line)
@@ -103,9 +101,7 @@ def _without(where: str, column: str, names: Any) -> ValueError:
 
 
 def _of_arrow(file: File, columns: Sequence[str], content: Any, what: str = "texts") -> Iterator[tuple[int, Any]]:
-    """Yield the number of each row of a Parquet or Arrow file, from 1, and its values in ``columns``.
-    Only the first column must exist. ``what``: "texts" if it must hold strings, any other noun if lists. Update the hash
-    ``content``."""
+    """Yield number and ``columns`` of each row of a Parquet or Arrow file; only the first must exist. Update ``content``."""
     try:
         import pyarrow as pa  # type: ignore[import-not-found]  # optional
     except ModuleNotFoundError as missing:

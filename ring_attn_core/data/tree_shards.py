@@ -28,9 +28,7 @@ AGAIN = "pass the same tree to shard_batch on every rank, and its key_extents an
 
 
 def spans_of(key_extents: Any, positions: Any, tokens: Any) -> list[Span]:
-    """Return the spans of a shard without padding, the keys that no query sees.
-    ``key_extents`` [rows, tokens, 2], ``positions`` [rows, tokens], ``tokens`` [tokens]: the index of each token in its global
-    row."""
+    """Return the spans of a shard without padding, by key extents [rows, tokens, 2]. ``tokens``: indices in the global row."""
     spans: list[Span] = []
     for row, (extents, places) in enumerate(zip(key_extents, positions, strict=True)):
         visible = extents[:, 0] < extents[:, 1]
@@ -53,8 +51,7 @@ def spans_of(key_extents: Any, positions: Any, tokens: Any) -> list[Span]:
 
 
 def check_one_tree(spans: Iterable[Sequence[Span]], longest: int, counted: bool) -> None:
-    """Raise ValueError if the spans of all ranks do not form rows of trees whose paths have at most ``longest`` tokens.
-    ``counted``: True if the spans hold path positions. Ranks that pass the same arguments raise the same error."""
+    """Raise ValueError if the spans of all ranks form no trees with paths of at most ``longest``. ``counted``: with positions."""
     tokens: dict[int, list[Any]] = {}
     for rank, each in enumerate(spans):
         for row, first, step, count, end, position in each:

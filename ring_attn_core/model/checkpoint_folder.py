@@ -37,8 +37,7 @@ NO_FSYNC = errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EPERM, errno.EACCES, 
 
 
 class CheckpointFolder:
-    """The checkpoints in the folder ``path``.
-    ``name``: format such as "step-{:09}". ``marks``: a checkpoint with one of these files is complete."""
+    """Checkpoints in ``path``. ``name``: format such as "step-{:09}". ``marks``: one of these files completes a checkpoint."""
 
     def __init__(self, path: Path, name: str, marks: tuple[str, ...] = (RUN,)) -> None:
         self.path, self._name, self._marks = path, name, marks
@@ -133,8 +132,7 @@ class CheckpointFolder:
 
 
 class BackgroundSaves:
-    """The part of both packages' ``Checkpoints`` that needs no framework: the folder, and the save in progress.
-    ``_failed(step, error)``: returns the error to raise after a failed save."""
+    """The part of ``Checkpoints`` without framework. ``_failed(step, error)``: returns the error to raise after a failed save."""
 
     _failed: Any
 
@@ -194,9 +192,8 @@ def digests(folder: Path, files: Iterable[str] | None = None) -> dict[str, list[
 
 
 def check_files(where: Path, run: dict[str, Any], suffix: str | None, part: int = 0, parts: int = 1) -> None:
-    """Raise ValueError if a checkpoint's file is missing, unexpected or changed, or its run.json is invalid.
-    All sizes are checked, but only the digests of files ``part``, ``part + parts``, ..., so that ``parts`` ranks share the
-    reading. A file not in run.json is unexpected if its name ends in ``suffix``. Old checkpoints, without digests, pass."""
+    """Raise ValueError if a file is missing, unexpected (by ``suffix``) or changed. All sizes are checked, and digests of every
+    ``parts``-th file from ``part`` on, so that ranks share the reading. Old checkpoints have no digests."""
     saved = run.get("files")
     if saved is None:
         return

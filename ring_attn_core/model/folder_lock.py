@@ -36,8 +36,7 @@ class FolderLock:
         return self._close.alive
 
     def forget(self) -> None:
-        """Close the lock file.
-        A forked process must call this: the lock lasts until all duplicates of the descriptor are closed."""
+        """Close the file. A forked process must: the lock lasts until all duplicates of the descriptor are closed."""
         self._close()
 
     def check(self, kind: type[Exception] = ValueError) -> None:

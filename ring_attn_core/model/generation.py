@@ -31,9 +31,7 @@ Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True)
 class Generation:
-    """A checked call of ``generate``; each prompt (token ids) makes one request.
-    ``new``: limit of new tokens by request. ``stop``: ids that end a request. ``chunk``: limit of a prompt's tokens in one
-    prefill."""
+    """A checked call of ``generate``. ``new``: limits by request; ``stop``: ids; ``chunk``: prompt tokens of one prefill."""
 
     config: TransformerConfig
     prompts: tuple[tuple[int, ...], ...]
@@ -83,8 +81,7 @@ class Generation:
         return [length + new - 1 for length, new in zip(self.lengths, self.new, strict=True)]
 
     def chunks(self, padded: Callable[[int], int] = int) -> list[tuple[int, list[int], int]]:
-        """Return (first position, number of tokens from each prompt, ``padded`` size) of each chunk.
-        A prompt that ended earlier has 0 tokens. ``padded``: a function of the most tokens of a prompt, such as ``bucket``."""
+        """Return (first position, tokens from each prompt, ``padded`` size) of each chunk; an ended prompt has 0 tokens."""
         longest = max(self.lengths)
         size = min(self.chunk or longest, longest)
         counts = [(start, [min(max(n - start, 0), size) for n in self.lengths]) for start in range(0, longest, size)]
@@ -123,9 +120,8 @@ class Generation:
 
 
 def answers(loop: Any, generation: Generation, on_token: OnToken | None) -> list[list[int]]:
-    """Run a package's decode loop. Return the new tokens of each request; ``on_token(request, token)`` is called for each.
-    ``loop``: ``read()`` returns a function that returns the newest tokens, ``step()`` draws the next, before the newest are read
-    if ``ahead``."""
+    """Run a package's decode loop. ``loop.read()`` returns a function for the newest tokens; ``step()`` comes before it if
+    ``ahead``."""
     stop, most = frozenset(generation.stop), max(generation.new)
     tokens: list[list[int]] = [[] for _ in generation.prompts]
     unfinished = set(range(len(tokens)))
@@ -156,8 +152,7 @@ def check_functions(on_token: Any, progress: Any) -> None:
 
 @lru_cache(maxsize=64)
 def windows_of(config: TransformerConfig) -> tuple[int | None, ...]:
-    """Return each layer's window: the number of earlier tokens that a query sees, or None if it sees all of them. It is 0 for a
-    recurrent layer, which has no keys."""
+    """Return each layer's window, the earlier tokens that a query sees; None: all; 0 for a recurrent layer, without keys."""
     recurrent = recurrent_layers(config.mixers)
     masks = [sliding_window(0) if layer in recurrent else config.attention(layer).mask for layer in range(config.depth)]
     for layer, mask in enumerate(masks):

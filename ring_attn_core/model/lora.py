@@ -92,9 +92,7 @@ def write_adapters(
     base: str | None,
     save_file: Callable[[dict[str, Any], Path], None],
 ) -> None:
-    """Write the adapters of a model into a folder that peft loads onto the base model in transformers.
-    ``adapters``: (A, B) by projection. ``base``: folder or name of the base model. ``save_file``: that of safetensors for the
-    framework."""
+    """Write adapters, (A, B) by projection, for peft. ``base``: the base model's name. ``save_file``: that of safetensors."""
     arrays = {}
     for name, (a, b) in adapters.items():
         theirs = "base_model.model." + llama_name(f"{name}.weight").removesuffix(".weight")

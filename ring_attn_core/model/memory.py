@@ -53,8 +53,7 @@ class Term(NamedTuple):
 
 
 class StepMemory(NamedTuple):
-    """The memory of a training step per GPU, as terms.
-    ``stays``: throughout the step. ``moments``: additional terms of each phase, by name. ``host``: terms in host memory."""
+    """A step's memory per GPU as terms: ``stays`` throughout, ``moments`` of each phase in addition, ``host`` memory."""
 
     stays: tuple[Term, ...]
     moments: dict[str, tuple[Term, ...]]
@@ -222,8 +221,7 @@ def _attention(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
 
 
 def longest(config: TransformerConfig, training: Training, memory: int, host: int | None = None) -> int:
-    """Return the most tokens per GPU, a multiple of ``STEP``, whose step fits; 0 if none fit.
-    ``memory``, ``host``: bytes per GPU of its own and of the host (None: unlimited). ``training.tokens`` is ignored."""
+    """Return the most tokens per GPU, a multiple of ``STEP``, whose step fits; 0 if none do. ``memory``, ``host``: bytes."""
 
     def exceeds(tokens: int) -> bool:
         needed = peak_memory(config, replace(training, tokens=tokens))

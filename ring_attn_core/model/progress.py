@@ -46,8 +46,7 @@ def described(progress: ResumePoint, config: TransformerConfig | None) -> dict[s
 
 
 def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> ResumePoint:
-    """Return the progress stored in a checkpoint; ``found`` is the parsed run.json at ``where``.
-    Its config and ``config``, that of the resumed run, may differ only in ``MAY_CHANGE``."""
+    """Return the progress in the parsed run.json ``found``. Its config may differ from ``config`` only in ``MAY_CHANGE``."""
     if not isinstance(found, dict):
         raise ValueError(
             f"{where} must hold a JSON object, got a {type(found).__name__}: it is not a checkpoint, or a damaged one"

@@ -29,9 +29,7 @@ PLAIN = "a number, str, bool, None, mask, Run or numpy array"
 
 
 class Replica(NamedTuple):
-    """A description of one replica of a named value.
-    ``owner``: its holder, such as ("rank", 2). ``kind``: type, dtype and shape; equal in all replicas. ``part``: the shard's
-    name, or "". ``content``: the value or a digest; equal in all replicas with equal ``part``."""
+    """A replica of a value. ``kind``: type, dtype and shape; ``content``: value or digest, equal in replicas of a ``part``."""
 
     owner: tuple[str, int]
     kind: str
@@ -59,9 +57,8 @@ PAUSES = 0.5, 1.5, 3.0, 5.0
 def load_alike(
     opened: Callable[[], Any], together: Callable[[], Any], describe: Callable[[Any], tuple[Any, Any]], fill: Callable[..., T]
 ) -> T:
-    """Open a folder of weights, and return ``fill(described, folder)``, if all ranks or processes read the same save.
-    ``describe(folder)``: returns (described, config). ``together()``: a context whose error is raised on all, and whose texts
-    must be equal. A new save may not be visible to all yet: if they differ, all retry for 10 seconds."""
+    """Return ``fill(described, folder)`` if all ranks read one save. ``together()``: a context that compares texts. A new save
+    may not be visible to all yet, so all retry for 10 seconds."""
     for pause in (*PAUSES, None):
         with ExitStack() as kept:
             try:
@@ -140,8 +137,7 @@ def table_digest(table: Table) -> str:
 
 
 def check_replicas(tables: Sequence[Table], unit: str, remedy: str) -> None:
-    """Raise ValueError if replicas of a named value differ or a table lacks a value.
-    Equal ``tables``, those of all ranks or processes, give equal messages. ``remedy``: the end of the message."""
+    """Raise ValueError if replicas differ or a table lacks a value, alike for equal ``tables``. ``remedy``: ends the message."""
     wrong, entries = differences(tables, unit), len({name for table in tables for name in table})
     if wrong:
         raise ValueError(

@@ -192,8 +192,7 @@ def check_rotary(head_dim: int, rotary: Rotary) -> None:
 
 
 def inverse_frequencies(rotary: Rotary, head_dim: int, pair: Any = None) -> Any:
-    """Return the frequency of each pair of features (``freq_i`` in the module), as a tuple of floats in radians per token.
-    ``pair``: None, or a float64 array 0, 1, ... head_dim / 2 - 1 of any framework; then return such an array."""
+    """Return ``freq_i`` of each pair in radians per token, as floats, or as an array if ``pair``, float64 0, 1, ..., is one."""
     if pair is None:
         return tuple(inverse_frequencies(rotary, head_dim, pair) for pair in range(head_dim // 2))
     base, scaling = rotary.base, rotary.scaling
@@ -226,8 +225,7 @@ def attention_factor(rotary: Rotary) -> float:
 
 
 def _ramp(scaling: YaRN, head_dim: int, base: float) -> tuple[float, float]:
-    """Return (low, high): the pair indices i at which a pair rotates ``fast`` and ``slow`` times in the original context.
-    ``truncate`` rounds them outwards. low is at least 0, and high at most head_dim - 1."""
+    """Return (low, high): the pairs that rotate ``fast`` and ``slow`` times in the original context; ``truncate`` rounds."""
     turning = lambda times: head_dim * log(scaling.original / (times * 2 * pi)) / (2 * log(base))
     low, high = turning(scaling.fast), turning(scaling.slow)
     if scaling.truncate:

@@ -75,8 +75,7 @@ class Naming(NamedTuple):
 
 @contextmanager
 def opened_folder(folder: str | Path, framework: str = "np", device: str = "cpu") -> Iterator[WeightFolder]:
-    """Open config.json and all weight files of one save, for arrays of ``framework`` on ``device``.
-    If a save replaces the folder meanwhile, open the new folder, at most TRIES times. Later saves do no harm to open files."""
+    """Open all files of one save, at most TRIES times if a save replaces the folder. Later saves do no harm."""
     for _ in range(TRIES):
         place = current(folder)
         with ExitStack() as stack:
@@ -130,9 +129,7 @@ def resolved(folder: str | Path) -> Path:
 def sources(
     held: WeightFolder, expected: Mapping[str, tuple[int, ...]], renamed: Callable[[str], str], ignored: Iterable[str] = ()
 ) -> dict[Path, dict[str, str]]:
-    """Return, for each file with weights of the model, a dict from weight names in the model to weight names in the file.
-    ``expected``: shapes by name in the model. ``renamed``: maps these names to the files'. ``ignored``: patterns of names in the
-    files."""
+    """Return for each file the weights' names {in the model: in the file}. ``expected``: shapes. ``ignored``: patterns."""
     listed = set[str]().union(*(each.promised or () for each in held.files.values()))
     found: dict[str, tuple[Path, tuple[int, ...], str]] = {}
     for file, each in held.files.items():

@@ -39,9 +39,8 @@ def check_savable(name: str, dtype: str, valued: bool) -> None:
 
 @contextmanager
 def replacing(folder: str | Path, files: Collection[str] = (CONFIG,)) -> Iterator[Path]:
-    """Yield an empty folder that replaces ``folder`` when the block ends; after an error the previous folder stays.
-    If the process is killed, ``current`` of weight_files.py finds the previous folder, or the new one after its rename. If only
-    the last fsync fails, OSError says that the new folder is saved, but a power failure may undo it."""
+    """Yield an empty folder that replaces ``folder`` when the block ends, and not after an error. After a kill ``current`` of
+    weight_files.py finds one of both. If only the last fsync fails, OSError says so."""
     from safetensors import SafetensorError
 
     folder = resolved(folder)
@@ -99,8 +98,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def write(folder: Path, weights: Iterable[tuple[str, Any]], save_file: Save) -> None:
-    """Write the weights into the empty ``folder``, in files of at most MOST_BYTES; a larger weight gets its own file.
-    At a time, hold only the weights of one file, and the first of the next, in memory."""
+    """Write the weights in files of at most MOST_BYTES or one weight; hold those of one file in memory, and the next."""
     files: list[list[str]] = []
     part: dict[str, Any] = {}
     total = 0

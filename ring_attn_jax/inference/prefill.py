@@ -121,8 +121,7 @@ def _over_cached(q: jax.Array, cache: KVCache, layer: int, step: DecodeStep, opt
 
 
 def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return this rank's cached k and v by position, and int32 [b, queries, 2]: the sorted keys [first, end) of each query.
-    The queries are those of all ranks, in rank order; the interval of padding is empty."""
+    """Return this rank's cached k and v by position, and int32 [b, queries, 2]: the sorted keys [first, end) of each query."""
     spec, rank = cache.spec, lax.axis_index(cache.axis_name)
     of = lambda x: x if step.rows is None else x[step.into[:, 0]]
     k, v, positions, count = of(cache.k[layer]), of(cache.v[layer]), of(cache.positions), of(cache.counts)[:, rank, None]

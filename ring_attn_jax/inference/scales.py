@@ -28,9 +28,8 @@ def checked_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Arra
 def of_first(
     scales: tuple[jax.Array, jax.Array], nothing: jax.Array, new: tuple[jax.Array, jax.Array], step: DecodeStep, axis_name: str
 ) -> list[jax.Array]:
-    """Return a layer's scales [kv_heads], with each 0 replaced by the smallest power of two above max |x| / 448.
-    The largest float8 is 448; the maximum is over the ``new`` k or v of all ranks. If ``nothing`` (0-d: the cache is empty), also
-    replace nonzero scales, which a step that was never advanced may have set."""
+    """Return a layer's scales [kv_heads], with 0 replaced by the smallest power of two above max |x| / 448 over all ranks. If
+    the cache holds ``nothing``, replace all, which a step that was never advanced may have set."""
     real = (step.positions >= 0)[..., None, None]
     largest = jnp.stack([jnp.where(real, jnp.abs(x), jnp.zeros((), x.dtype)).max((0, 1, 3)).astype(jnp.float32) for x in new])
     (largest,) = vary_alike((axis_name,), largest)

@@ -80,8 +80,7 @@ def mix_tokens(mixer: Any, name: str, states: States, valid: jax.Array | None, x
 
 
 def last_tokens(hidden: jax.Array, positions: jax.Array, lengths: jax.Array, keep: int) -> jax.Array:
-    """Return the hidden states [batch, keep, dim] of the last ``keep`` tokens of each row, 0 for tokens on other ranks.
-    ``hidden`` [batch, local, dim]: this rank's tokens, at ``positions`` [batch, local]. ``lengths``: tokens of each row."""
+    """Return each row's last ``keep`` tokens [batch, keep, dim] from this rank's ``hidden``, 0 for those on other ranks."""
     wanted = lengths[:, None] - keep + jnp.arange(keep)
     here = (positions[..., None] == wanted[:, None]) & (positions >= 0)[..., None]
     return jnp.where(here.any(1)[..., None], jnp.take_along_axis(hidden, here.argmax(1)[..., None], 1), 0)

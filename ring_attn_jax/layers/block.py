@@ -24,9 +24,8 @@ Mixer = RingAttention | GatedDeltaNet | Mamba2
 
 
 class SwiGLU(nnx.Module):
-    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim].
-    ``chunk``: the maximum number of tokens computed at a time, None for all; the backward recomputes several chunks. ``where``:
-    the mesh axes of global arrays, so that each device chunks its own tokens; None inside shard_map."""
+    """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim], ``chunk`` tokens at a time.
+    ``where``: the mesh axes of global arrays, so that each device chunks its own tokens."""
 
     def __init__(
         self,
@@ -55,9 +54,7 @@ class SwiGLU(nnx.Module):
 
 
 class Block(nnx.Module):
-    """A pre-norm transformer block: ``x += attention(norm(x)); x += mlp(norm(x))``.
-    ``attention``: a RingAttention, or a recurrent layer in its place. ``hidden``: features inside the MLP. ``mlp_chunk``: the
-    most tokens that the MLP computes at a time; None for all."""
+    """A pre-norm block: ``x += attention(norm(x)); x += mlp(norm(x))``. ``mlp_chunk``: the MLP's tokens at a time, None: all."""
 
     def __init__(
         self, attention: Mixer, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False, *, rngs: nnx.Rngs

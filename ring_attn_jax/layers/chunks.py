@@ -20,9 +20,8 @@ from .parts import gathered_over
 def in_chunks(
     function: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array, chunk: int, where: ShardedAxes | None
 ) -> jax.Array:
-    """Compute ``function(weights, x)`` for x [b s ...] in chunks of at most ``chunk`` tokens. The backward recomputes each chunk.
-    With ``where``, the mesh axes of global arrays (None inside shard_map), each device chunks its own tokens, and weight
-    gradients are summed over devices once. If no gradient needs the output, an outer jax.checkpoint does not recompute it."""
+    """Compute ``function(weights, x)`` for x [b s ...] in chunks of tokens, which the backward recomputes. With ``where`` each
+    device chunks its own tokens, and weight gradients are summed over devices once."""
 
     def on_shard(weights: Any, x: jax.Array) -> jax.Array:
         if x.shape[1] <= chunk:

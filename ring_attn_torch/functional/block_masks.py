@@ -79,9 +79,8 @@ class _Unknown(Exception):
 
 
 def _state(x: Any, held: list[Any]) -> Any:
-    """Return a cache key that changes with ``x`` and with each tensor or number that a function in ``x`` reads, or raise
-    _Unknown. It holds digests of tensors, because torch does not record changes through ``.data`` or NumPy, and ids of code
-    objects and constants, which ``held`` keeps alive."""
+    """Return a key that changes with ``x`` and each tensor or number that its functions read, by digests, or raise _Unknown.
+    ``held`` keeps code objects and constants alive, whose ids it has."""
     if x is None or isinstance(x, bool | int | float | str):
         return type(x), x
     if isinstance(x, Tensor):

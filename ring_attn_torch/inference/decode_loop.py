@@ -20,10 +20,8 @@ Read = Callable[[], list[int]]
 
 
 class DecodeLoop:
-    """The decode loop of ``generate``, whose step is a CUDA graph on GPUs.
-    ``tokens`` int64 [requests]: the newest tokens. ``finished`` bool [requests]: the request has drawn a stop id or its
-    maximum. On CUDA the first step runs eagerly, since it compiles kernels and creates communicators; the second is captured.
-    Rank 0 broadcasts its tokens, since ranks that round differently could otherwise draw different tokens."""
+    """The decode loop of ``generate``. On CUDA the first step runs eagerly, since it compiles and connects; the second is
+    captured. Rank 0 broadcasts its tokens, since ranks that round differently could draw others."""
 
     def __init__(self, model: Decoder, cache: KVCache, generation: Generation) -> None:
         self._model, self._cache, device = model, cache, cache.counts.device
@@ -72,8 +70,7 @@ class DecodeLoop:
         return read
 
     def _begin_graph(self) -> None:
-        """Run the first step eagerly on a side stream, as torch.cuda.graph requires; capture the second there, and replay it. The
-        default capture stream is on the GPU of the process's first capture, so on another GPU it would capture nothing."""
+        """Run the first step eagerly on a side stream of this GPU, as torch.cuda.graph requires; capture the second there."""
         side = self._side
         assert side is not None, "only on CUDA"
         if self._steps == 0:
@@ -88,8 +85,7 @@ class DecodeLoop:
         self._replay(self._graph)
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Replay the captured step, and count its tokens in the host state for each request below its limit. The host counts even
-        a request with a stop id: to know it, it would have to wait for the device."""
+        """Replay the step, and count a token of each request below its limit: the host would have to wait for a stop id."""
         more = [int(self._steps + 1 < new) for new in self._new]
         self._cache.check_room(more)
         graph.replay()

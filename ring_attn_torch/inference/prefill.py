@@ -139,8 +139,7 @@ def _to_owners(x: Tensor, ranks: int, ring: Group) -> Tensor:
 
 
 def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's cached k and v by position, and the extents, int32 [b, queries, 2], of all ranks' queries in rank order.
-    An extent is the interval [first, end) of the sorted keys that a query sees, empty for padding."""
+    """Return this rank's cached k and v by position, and int32 [b, queries, 2]: the sorted keys [first, end) of each query."""
     spec, rank = cache.spec, rank_in(cache.ring)
     of = lambda x: x if step.rows is None else x[step.rows]
     k, v, positions, count = of(cache.k[layer]), of(cache.v[layer]), of(cache.positions), of(cache.counts)[:, rank, None]

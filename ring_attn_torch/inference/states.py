@@ -82,8 +82,7 @@ def mix_tokens(mixer: Any, name: str, states: States, valid: Tensor | None, x: T
 
 
 def last_tokens(hidden: Tensor, positions: Tensor, lengths: Tensor, keep: int) -> Tensor:
-    """Return the hidden states [batch, keep, dim] of the last ``keep`` tokens of each row, 0 for tokens on other ranks.
-    ``hidden`` [batch, local, dim]: this rank's tokens, at ``positions`` [batch, local]. ``lengths``: tokens of each row."""
+    """Return each row's last ``keep`` tokens [batch, keep, dim] from this rank's ``hidden``, 0 for those on other ranks."""
     wanted = lengths[:, None] - keep + torch.arange(keep, device=lengths.device)
     here = (positions[..., None] == wanted[:, None]) & (positions >= 0)[..., None]
     rows = torch.arange(len(hidden), device=hidden.device)[:, None]

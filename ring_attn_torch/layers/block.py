@@ -44,8 +44,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: ``x += attention(norm(x)); x += mlp(norm(x))``. ``attention``: a RingAttention, or a
-    recurrent layer in its place. ``mlp_chunk``: the maximum number of tokens that the MLP computes at a time; None for all."""
+    """A pre-norm block: ``x += attention(norm(x)); x += mlp(norm(x))``. ``mlp_chunk``: the MLP's tokens at a time, None: all."""
 
     def __init__(self, attention: Mixer, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False) -> None:
         super().__init__()

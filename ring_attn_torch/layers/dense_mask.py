@@ -44,8 +44,8 @@ def visible_pairs(attn_mask: Tensor, batch: int, heads: int) -> Tensor:
 
 
 def mask_arguments(visible: Tensor, is_causal: bool = False) -> DenseMaskArguments:
-    """Convert ``visible``, bool [batch, queries, keys] in natural order, to a band if one fits, else to extents, both with a key
-    mask if needed. Under torch.compile, where values are unknown, ``is_causal`` is required and believed."""
+    """Convert ``visible``, bool [batch, queries, keys], to a band or extents, with a key mask. Under torch.compile believe
+    ``is_causal``."""
     if is_causal:
         if not torch.compiler.is_compiling() and not (visible == torch.ones_like(visible).tril()).all():
             raise ValueError("is_causal=True beside an attn_mask that is not causal: leave out the one that is not meant")

@@ -55,8 +55,7 @@ class Recurrent(nn.Module):
 
     @abstractmethod
     def mix(self, x: Tensor, convolve: Callable[..., Tensor], recur: Callable[..., Tensor]) -> Tensor:
-        """Return the layer's output for x [b s dim]. ``convolve(y, weight, bias)``: its convolution, with silu; ``recur``: its
-        recurrence, of that function's arrays in their order."""
+        """Return the output for x [b s dim], by ``convolve(y, weight, bias)`` with silu and ``recur(*arrays)``."""
 
     def where(self, length: int | None, extents: Tensor | None, layout: BalancedLayout | None) -> dict[str, Any]:
         return {"group": self.ring.group, "layout": layout or self.ring.layout, "length": length, "extents": extents}

@@ -20,8 +20,7 @@ TURN = 2**32
 
 
 class Turns(NamedTuple):
-    """The cosines and sines of some tokens' angles. Layers with the same rotary embedding may share them. [s, 1, head_dim] or
-    [b, s, 1, head_dim]: ``cos`` is (cosines, cosines) of the pairs' angles, ``sin`` is (-sines, sines)."""
+    """The cosines (twice) and signed sines of some tokens' angles, [s or b s, 1, head_dim], which layers may share."""
 
     cos: Tensor
     sin: Tensor

@@ -136,8 +136,7 @@ class RunShard:
         more: Any = None,
         tokens: bool = True,
     ) -> RunShard:
-        """Check a call on all ranks, and return its shard. ``x``: [batch, tokens, ...], or [batch, runs, ...] if not ``tokens``.
-        ``check``: one more check. ``more``: what else must be equal on all ranks."""
+        """Check a call on all ranks, and return the shard of x [batch, tokens (or runs), ...]. ``more``: must be equal, too."""
         ring, extents = ring_of(where.group), where.extents
         orders: list[RunOrder] = []
 

@@ -26,9 +26,8 @@ from ..ring.derivatives import one_derivative
 
 
 class Labels(NamedTuple):
-    """The int64 ``labels`` [n] of tokens, the ``ignored`` label, and the maximum number of tokens in a ``chunk``. ``weights``
-    [n], in at least float32: the factor of each token's cross-entropy, 0 at ignored labels. None means 1 for all. ``each``: the
-    cross-entropy of each token is returned beside their sum."""
+    """The int64 ``labels`` [n], the ``ignored`` one, and the most tokens of a ``chunk``. ``weights`` [n]: factors, 0 at ignored
+    labels; None: 1. ``each``: return summands."""
 
     labels: Tensor
     ignored: int
@@ -71,9 +70,8 @@ def sum_of_logits(logits: Tensor, labels: Labels) -> Sums:
 
 
 def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Sums:
-    """Return the weighted sum of the cross-entropies of the logits ``hidden head^T``, from hidden [n dim] and head [vocab dim].
-    Products take hidden's (or autocast's) dtype; softmax and sums over tokens, such as the head's gradient, are at least float32.
-    """
+    """Return the weighted sum of cross-entropies of ``hidden head^T`` [n vocab]. Products take hidden's (or autocast's)
+    dtype; softmax and sums over tokens are at least float32."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype == torch.float32:
         hidden = hidden.to(torch.get_autocast_dtype(device))
@@ -113,9 +111,8 @@ class _SumOfLogits(torch.autograd.Function):
 
 
 class _SumOfHidden(torch.autograd.Function):
-    """The autograd function of ``sum_of_hidden``. The forward computes the gradients per chunk, and the backward scales them.
-    ``rest``: the last fields of Labels, then empty slices of hidden and head, on which ``one_derivative`` needs saved tensors to
-    depend."""
+    """The autograd function of ``sum_of_hidden``, whose forward computes the gradients. ``rest``: the last fields of Labels, and
+    empty slices for ``one_derivative``."""
 
     @staticmethod
     def forward(

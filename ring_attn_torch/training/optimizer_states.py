@@ -119,9 +119,7 @@ def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: Stat
 
 
 def places_for(model: nn.Module, optimizer: torch.optim.Optimizer, held: dict[str, set[str]]) -> States:
-    """Return tensors into which a checkpoint's states can be loaded: the optimizer's own, or new tensors outside the optimizer.
-    New ones, if the states' names differ from ``held``, come from a step of a copy of the optimizer on a copy of the parameter.
-    """
+    """Return tensors to load states into: the optimizer's own if ``held`` has their names, else those of a step of a copy."""
     named = parameters_by_name(model, optimizer)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []

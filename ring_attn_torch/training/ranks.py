@@ -144,9 +144,8 @@ def together(call: str, ring: Group) -> Iterator[list[str]]:
 def _exchange_errors(
     call: str, error: Exception | None, mine: dict[str, Any], ring: Group, other: type[Exception] = ValueError
 ) -> list[dict[str, Any]]:
-    """Exchange errors and ``mine``, and return ``mine`` of all ranks. Raise the lowest failing rank's error on all: an OSError
-    stays one, any other becomes a ValueError, or ``other`` if a rank has none. A failing rank waits 5 seconds for the others, and
-    raises its own error if one does not arrive."""
+    """Return ``mine`` of all ranks, or raise the lowest failing rank's error on all. An OSError stays one; others become a
+    ValueError, or ``other`` if a rank has none. A failing rank waits 5 seconds for the others."""
     if ring is None or ranks_of(ring) == 1:
         if error is not None:
             raise error

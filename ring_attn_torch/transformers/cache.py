@@ -54,8 +54,7 @@ def cache_name(model: PreTrainedModel) -> str:
 
 
 class RingCache(LinearStates, Cache):
-    """The cache of ``model.generate()`` inside ``sequence_parallel``. The first layer's attention creates its :class:`KVCache`.
-    ``tokens``: the tokens of a row, padding on the left included, as in transformers; the KVCache holds no padding."""
+    """The cache of ``generate()`` over a ring; its first layer makes the :class:`KVCache`. ``tokens``: of a row, with padding."""
 
     def __init__(self, ring: CallRing, layers: int, attention: list[int] | None = None) -> None:
         Cache.__init__(self, layers=[])

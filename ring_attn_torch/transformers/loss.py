@@ -224,8 +224,7 @@ def _known(function: Any) -> bool:
 
 
 def router_sums(logits: tuple[Tensor, ...], experts: int, top_k: int, present: Tensor) -> Tensor:
-    """Return this rank's sums over tokens and layers, [2 experts + 1]: each expert's tokens, its probabilities, and all tokens,
-    each once per layer. ``logits``: [tokens, experts] of each layer. ``present``: bool [batch, local], False for padding."""
+    """Return this rank's sums over tokens and layers, [2 experts + 1]: each expert's tokens and probabilities, and all tokens."""
     device, dtype = logits[0].device, torch.promote_types(logits[0].dtype, torch.float32)
     counted = present.flatten().to(device)
     assigned, probabilities = (torch.zeros(experts, dtype=kind, device=device) for kind in (torch.int64, dtype))

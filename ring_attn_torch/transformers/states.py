@@ -25,8 +25,7 @@ UNCOMPILED = "torch.compile does not follow the states of linear layers: leave f
 
 
 class LinearStates:
-    """The part of a cache that transformers' linear layers read and write. ``conv`` [batch, channels, taps] and ``recurrent``
-    [batch, ...]: the states of each layer; ``before``: the state of the convolution that runs, before this call."""
+    """A cache's part for linear layers: the states ``conv`` [batch, channels, taps] and ``recurrent`` of each."""
 
     def __init__(self) -> None:
         self.conv: dict[int, Tensor] = {}

@@ -74,8 +74,7 @@ class Mix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-        """Return dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse) of each pattern i. <,> sums over
-        the features. Queries that see no key in pattern i get 0."""
+        """Return dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), 0 for queries without keys."""
         places, rank = ctx.places, ctx.rank
         *results, sums = ctx.saved_tensors
         outs, lses = results[: len(places)], results[len(places) :]
