@@ -1,9 +1,7 @@
 """The cost model of the strategies: the predicted forward time, backward time and peak memory of one rank on a machine.
 
 Each strategy is a schedule of launches and transfers on a ``Timeline``, in the order in which ``ring/strategies/`` starts them.
-The copies of "push" have a copy engine. All other transfers of a call share one queue, like those of a process group in PyTorch,
-even if some of them cross between hosts. The plan gives the visible pairs, the shapes give the bytes, and a ``Machine`` gives the
-rates of computation and transfer.
+All transfers share one queue, like those of a process group in PyTorch, except the copies of "push".
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The mesh of a training run in JAX, and the sharding of weights over a mesh, also for ``ring-attn generate``.
-
-Imported only if JAX is used.
-"""
+"""The mesh of a run in JAX, and shardings of weights over it, also for ``ring-attn generate``. Imported only if JAX is used."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The placement of a step's new tokens in a sharded cache, on arrays of either framework: computed once, used by every layer.
-
-``placement.py`` has the rule that gives each token its rank and its slot.
-"""
+"""The placement of a step's new tokens by ``placement.py``, on arrays of either framework, once for all layers."""
 
 from __future__ import annotations
 

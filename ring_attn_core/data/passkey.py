@@ -1,7 +1,4 @@
-"""Passkey texts: filler text that hides a number, with a question for the number at the end.
-
-They test attention over long distances.
-"""
+"""Passkey texts, which test attention over long distances: filler that hides a number, and a question for it at the end."""
 
 from __future__ import annotations
 

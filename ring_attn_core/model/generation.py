@@ -1,7 +1,4 @@
-"""A call of ``generate`` as one record: its checked options, the chunks of its prompts, and the size of its cache.
-
-The prompts and options must be equal on all ranks; ranks compare the results of ``Generation.fingerprint``.
-"""
+"""A call of ``generate`` as one record, equal on all ranks: options, chunks of the prompts, and the size of the cache."""
 
 from __future__ import annotations
 

@@ -16,10 +16,6 @@ and divides the rest by ``factor``:
              low, high: numbers of rotations within ``original`` tokens
 
 with clamp(x) = min(max(x, 0), 1). Positions are unchanged, so a shard of a sequence rotates as in the global sequence.
-
-To add a scaling, write its record here, name it in ``Scaling``, and compute it in ``inverse_frequencies``. If it also multiplies
-cosines and sines, compute that factor in ``attention_factor``. The section "Add a rotary scaling" of CONTRIBUTING.md lists the
-other files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Saving weights as a folder of safetensors files. A save that is killed leaves the previous or the new folder complete.
 
-A save writes to a temporary folder, calls fsync, moves the previous folder aside by a rename, and renames the new folder. A lock
-admits one process at a time, except on Windows and on file systems without locks.
+A save writes a temporary folder, calls fsync, and swaps both folders by renames, under a lock where the system has locks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The assignment of items to ranks: equal tokens, nearly equal cost, and few cuts.
+"""The assignment of items to ranks: equal tokens, nearly equal cost, and few cuts, as ``balanced.py`` explains.
 
-``balanced.py`` explains how each rank takes its tokens. An item is a document, several short documents, or a segment of a tree. A
-cut separates the tokens that a rank takes from the remaining tokens.
+An item is a document, several short documents, or a segment of a tree. A cut parts the tokens that a rank takes from the rest.
 """
 
 from __future__ import annotations

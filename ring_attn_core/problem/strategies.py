@@ -1,8 +1,6 @@
 """The strategies by which ranks send keys: their names, option records and plans, and reasons why one cannot run a call.
 
-The code of the strategies is in ``ring/strategies/`` of ring_attn_jax and ring_attn_torch. There a strategy has the methods of
-``Strategy`` and ``Step`` (``ring/step.py``). To add a strategy, follow ``ring/strategies/__init__.py`` and the section "Add a
-strategy" of CONTRIBUTING.md, which lists everything to do.
+Their code is in ``ring/strategies/`` of both packages. CONTRIBUTING.md says how to add one.
 """
 
 from __future__ import annotations

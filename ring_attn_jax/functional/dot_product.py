@@ -1,7 +1,6 @@
 """``jax.nn.dot_product_attention`` over a ring.
 
-If the host can read a mask, ``data/dense_masks.py`` of the core converts it to arguments of ``ring_attention``: a band (causal or
-a window), *extents* (an interval of keys for each query), *key extents* (an interval of queries for each key) and a key mask. A
+``data/dense_masks.py`` of the core converts a mask that the host can read to a band, extents, key extents and a key mask. A
 traced mask becomes extents and key extents inside the program.
 """
 

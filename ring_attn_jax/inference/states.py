@@ -1,7 +1,4 @@
-"""The states of recurrent layers in a cache: every rank holds all of them, beside its part of the keys and values.
-
-The ring computes a chunk of prompts, from the states before it; new tokens are computed on every rank alike.
-"""
+"""The states of recurrent layers in a cache, all on every rank. The ring computes a chunk of prompts, each rank new tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Rematerialized transformer blocks: the backward recomputes a block, but not its ring attention.
 
-For this a block saves its input and the attention's (out, lse). A jax.checkpoint policy selects these arrays by name, and keeps
-them on the device or offloads them to host memory.
+A jax.checkpoint policy keeps a block's input and attention's (out, lse), by name, on the device or in host memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Conversion of a dense mask [queries, keys] to the arguments of ring attention: extents and a key mask.
 
-The extent of a query is the tightest interval around the keys that it sees. Here no mask becomes a band (limits of query minus
-key position), because a band must be known at compile time, and jit hides the values of a mask. In ``functional/`` a mask with
-known values may become a band; ``data/dense_masks.py`` of the core converts it.
+No mask becomes a band here, as in ``data/dense_masks.py`` of the core: a band must be known at compile time, and jit hides the
+values of a mask.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The check that each token of a RingTransformer is at a position that its extents allow.
 
-An extent is the interval of keys that a query may see; under a causal mask it must begin at or before the query. A key extent is
-the interval of queries that may see a key; in a tree it must contain the key's own position. The check finds most calls that
-omit the ``layout`` of their shard.
+It finds most calls that omit the ``layout`` of their shard: ``data/layout_check.py`` of the core has an example.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
     H_i    = - sum_v p_iv log p_iv                                       p_i = softmax(logits_i)
     dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)   [v = l]: 1 if v is the label, else 0
 
-Here dx is the gradient of the caller's loss with respect to x. From hidden states the logits are computed chunk by chunk, so
-arrays [tokens, vocab] hold one chunk of tokens; the backward recomputes the logits. Logits that the caller passes are not split
-into chunks, but XLA fuses most arrays of this shape away. Logits and softmax are computed in at least float32.
+Here dx is the gradient of the caller's loss with respect to x. The backward recomputes logits from hidden states. For memory and
+precision see ``cross_entropy.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The cross-entropy loss over all labels of all ranks.
-
-``cross_entropy.py`` computes one rank's sum.
-"""
+"""The cross-entropy loss over all labels of all ranks, each of whose sums ``cross_entropy.py`` computes."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """Checks, by all-gathered digests, that all devices and processes hold the same weights, seeds and arguments.
 
-In JAX ``ring_attention`` compares no arguments between ranks, unlike in PyTorch (``ring/agreement.py`` there). The ranks of one
-process run one traced program, so their arguments are equal. But each of several processes traces a program of its own, and the
-arguments of these programs may differ. The user calls ``check_ranks`` to compare them.
+The ranks of one process run one traced program, so ``ring_attention`` need not compare arguments, as it does in PyTorch. Several
+processes trace several programs, and the user calls ``check_ranks``.
 
-If one process fails while weights or checkpoints are read or written, ``agreed`` and ``together`` raise its error in all
-processes.
+If one process fails to read or write weights or checkpoints, ``agreed`` and ``together`` raise its error in all processes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Saving and loading of weights: a folder of config.json and safetensors files, which the JAX and the PyTorch package share.
-
-Saving: shards are gathered, and process 0 writes a new folder beside the old one, calls fsync, and renames it. Loading: every
-process reads all weights from the files, one at a time.
-"""
+"""Folders of config.json and safetensors files, which both packages share: process 0 writes one, every process reads it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The new tokens of a step, with their placement in a sharded cache, which ``cache/step.py`` of the core computes.
-
-The CUDA graph of a step is in ``decode_loop.py``.
-"""
+"""The new tokens of a step, placed in a sharded cache by ``cache/step.py`` of the core."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Conversion of MultiheadAttention's attn_mask to a band or to extents, with a key mask if needed.
+"""Conversion of MultiheadAttention's attn_mask to a band or extents, by ``data/dense_masks.py`` of the core.
 
-``data/dense_masks.py`` of the core finds them. A mask that differs between the heads of a batch row is refused, and so is one
-that needs an interval of queries for each key.
+A mask that differs between the heads of a batch row, or that needs an interval of queries for each key, is refused.
 """
 
 from __future__ import annotations

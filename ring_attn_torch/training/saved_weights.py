@@ -1,8 +1,6 @@
-"""Saving and loading of weights: a folder of config.json and safetensors files, which the JAX and the PyTorch package share.
+"""Folders of config.json and safetensors files, which both packages share: rank 0 writes one, every rank reads it.
 
-Saving: shards are gathered, and rank 0 writes a new folder beside the old one, calls fsync, and renames it. Loading: every rank
-reads all weights from the files, one at a time. While loading, ranks exchange only errors, and digests of the config and of
-blocks of the files, to detect that they read different saves.
+Loading ranks exchange only errors and digests, of the config and blocks of the files, to detect that they read different saves.
 """
 
 from __future__ import annotations
