@@ -13,13 +13,12 @@ Among equal logits the lower token id comes first.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .dropout import WORD, Multiply, philox2x32, philox4x32, seed_words
-from .validation import as_number, hold_numbers, in_words, is_integer
+from .validation import as_number, hold_numbers, in_words, is_finite, is_integer
 
 DOMAIN = 1
 """The second word of sampling's Philox counter. Dropout's is 0, so sampling and dropout draw different numbers from one seed."""
@@ -62,13 +61,13 @@ class Sampling:
         for name in PER_REQUEST:
             object.__setattr__(self, name, _held(getattr(self, name)))
         for name, x in _each("temperature", self.temperature):
-            if not _is_finite(x) or x < 0:
+            if not is_finite(x) or x < 0:
                 raise ValueError(f"{name} must be a number of at least 0, 0 for the most probable token, got {in_words(x)}")
         for name, x in _each("top_k", self.top_k):
             if x is not None and (not is_integer(x) or x < 1):
                 raise ValueError(f"{name} must be an int of at least 1, or None for all tokens, got {in_words(x)}")
         for name, x in _each("top_p", self.top_p):
-            if x is not None and (not _is_finite(x) or not 0 < x <= 1):
+            if x is not None and (not is_finite(x) or not 0 < x <= 1):
                 raise ValueError(f"{name} must be a number above 0 and at most 1, or None for all tokens, got {in_words(x)}")
         self._check_effects()
         if not is_integer(self.seed) or not -(2**63) <= self.seed < 2**63:
@@ -165,7 +164,3 @@ def _are_integers(x: Any, number: int) -> bool:
     if isinstance(x, list | tuple):
         return len(x) == number and all(map(is_integer, x))
     return tuple(getattr(x, "shape", ())) == (number,) and "int" in str(getattr(x, "dtype", ""))
-
-
-def _is_finite(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and -math.inf < x < math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from typing import Any
@@ -18,6 +19,10 @@ def is_integer(x: Any) -> bool:
     if isinstance(x, bool | int):
         return not isinstance(x, bool)
     return hasattr(x, "__index__") and not getattr(x, "shape", ()) and "int" in str(getattr(x, "dtype", "int")).lower()
+
+
+def is_finite(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and -math.inf < x < math.inf
 
 
 def is_traced(x: Any) -> bool:

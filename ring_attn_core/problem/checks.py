@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from ..runs import Run
-from ..validation import STATIC, as_number, in_words, is_integer, is_traced, number_in_words
+from ..validation import STATIC, as_number, in_words, is_finite, is_integer, is_traced, number_in_words
 
 LEAST_CAP, LARGEST_CAP = 1e-18, 1e30
 """Bounds of softcap. Beyond them score / softcap may overflow or become subnormal in float32."""
@@ -19,7 +18,7 @@ LARGEST_SCALE = 1e18
 
 
 def check_scale(scale: Any) -> None:
-    if scale is not None and not (_finite(scale) and abs(scale) <= LARGEST_SCALE):
+    if scale is not None and not (is_finite(scale) and abs(scale) <= LARGEST_SCALE):
         raise ValueError(
             f"scale must be a finite Python number of at most {LARGEST_SCALE:g}, or None (head_dim ** -0.5), got "
             + number_in_words(scale)
@@ -27,7 +26,7 @@ def check_scale(scale: Any) -> None:
 
 
 def check_softcap(softcap: Any) -> None:
-    if softcap is not None and not (_finite(softcap) and LEAST_CAP <= softcap <= LARGEST_CAP):
+    if softcap is not None and not (is_finite(softcap) and LEAST_CAP <= softcap <= LARGEST_CAP):
         raise ValueError(
             f"softcap must be a Python number above 0 ({LEAST_CAP:g} to {LARGEST_CAP:g}), got {in_words(softcap)}: scores become "
             "softcap * tanh(score / softcap); pass None to leave them" + (STATIC if is_traced(softcap) else "")
@@ -68,7 +67,7 @@ def check_mask_sizes(batch: Any, heads: Any, *dims: int) -> None:
 
 
 def check_dropout_rate(rate: Any) -> None:
-    if not (_finite(rate) and 0 <= rate < 1):
+    if not (is_finite(rate) and 0 <= rate < 1):
         raise ValueError(
             "dropout_rate is the share of probabilities that are dropped, a Python number from 0 to below 1, got "
             + number_in_words(rate)
@@ -83,10 +82,6 @@ def rate_of(rate: float | None, seed: Any) -> float:
             "on purpose, or leave dropout_seed out"
         )
     return 0.0 if rate is None else rate
-
-
-def _finite(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and -math.inf < x < math.inf
 
 
 ITEM = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
