@@ -147,6 +147,13 @@ def check_functions(on_token: Any, progress: Any) -> None:
             raise ValueError(f"{name} must be a function or None, got {type(function).__name__}")
 
 
+def features_of(attention: Any, q: Any) -> dict[str, Any]:
+    """Return the arguments of decoding that an attention layer sets."""
+    config = attention.config
+    scores = {"softcap": config.softcap, "sinks": attention.local_sinks, "alibi_slopes": attention.slopes(q)}
+    return {"window": config.mask.hi} | scores
+
+
 @lru_cache(maxsize=64)
 def windows_of(config: TransformerConfig) -> tuple[int | None, ...]:
     """Return each layer's window, the earlier tokens that a query sees; None: all; 0 for a recurrent layer, without keys."""

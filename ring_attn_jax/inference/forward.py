@@ -15,7 +15,7 @@ from jax.core import Tracer
 from ring_attn_core.cache import checks
 from ring_attn_core.layouts import padded_local
 from ring_attn_core.model.config import TransformerConfig
-from ring_attn_core.model.generation import check_ids, windows_of
+from ring_attn_core.model.generation import check_ids, features_of, windows_of
 from ring_attn_core.model.mixers import check_mixers_call, places
 from ring_attn_core.validation import is_integer, is_traced
 
@@ -131,7 +131,7 @@ def decoded(model: RankModel, cache: KVCache, new: tuple[jax.Array, jax.Array | 
         cache = cache.append(layer, k, v, step)
         part = cache.part(layer, step)._asdict()
         backend = attention.ring.backend if attention.ring.backend in ("blockwise", "triton") else "auto"
-        options = _features(attention, q)
+        options = features_of(attention, q)
         return tree_attention_decode(q, **part, q_positions=step.positions, **options, backend=backend, axis_name=cache.axis_name)
 
     def mix(mixer: Any, name: str, layer: int, x: jax.Array) -> jax.Array:
@@ -171,7 +171,9 @@ def last_hidden(
 
     def attend(attention: Any, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         nonlocal cache
-        out, cache = prefill(q, k, v, cache, layer, step, **_features(attention, q), strategy=ring.strategy, backend=ring.backend)
+        out, cache = prefill(
+            q, k, v, cache, layer, step, **features_of(attention, q), strategy=ring.strategy, backend=ring.backend
+        )
         return out
 
     def mix(mixer: Any, name: str, layer: int, x: jax.Array) -> jax.Array:
@@ -203,15 +205,6 @@ def _through(model: RankModel, ids: jax.Array, step: DecodeStep, attend: Attend,
         with model.gathered(("blocks", number), x):
             x = block.through(x, inner)
     return x
-
-
-def _features(attention: Any, q: jax.Array) -> dict[str, Any]:
-    return {
-        "window": attention.config.mask.hi,
-        "softcap": attention.config.softcap,
-        "sinks": attention.local_sinks,
-        "alibi_slopes": attention.slopes(q),
-    }
 
 
 def logits_of(model: RankModel, hidden: jax.Array) -> jax.Array:

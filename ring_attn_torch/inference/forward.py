@@ -13,7 +13,7 @@ from torch import Tensor
 from ring_attn_core.cache import checks
 from ring_attn_core.layouts import padded_local
 from ring_attn_core.model.config import TransformerConfig
-from ring_attn_core.model.generation import check_ids, windows_of
+from ring_attn_core.model.generation import check_ids, features_of, windows_of
 from ring_attn_core.model.mixers import check_mixers_call, places
 from ring_attn_core.validation import is_integer
 
@@ -87,7 +87,7 @@ def _decoded(model: Decoder, ids: Tensor, cache: KVCache, valid: Tensor | None) 
             cache.append(layer, k, v, step)
             part = cache.part(layer, step)._asdict()
             backend = attention.ring.backend if attention.ring.backend in ("blockwise", "triton") else "auto"
-            options = _features(attention, q)
+            options = features_of(attention, q)
             return tree_attention_decode(q, **part, q_positions=step.positions, **options, backend=backend, group=cache.group)
 
         mix = lambda mixer, name, states, x: mix_tokens(mixer, name, states, valid, x)
@@ -142,7 +142,7 @@ def last_hidden(model: Decoder, ids: Tensor, cache: KVCache, lengths: Lengths | 
     step = cache.prefill_step(padded_local(ring.layout, ranks, ids.shape[1]), ring.layout, counts, fresh=fresh)
 
     def attend(attention: Any, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return prefill(q, k, v, cache, layer, step, **_features(attention, q), strategy=ring.strategy, backend=ring.backend)[0]
+        return prefill(q, k, v, cache, layer, step, **features_of(attention, q), strategy=ring.strategy, backend=ring.backend)[0]
 
     mine = to_layout(ids, ring.layout, ranks).chunk(ranks, 1)[rank_in(cache.ring)]
     mix = lambda mixer, name, states, x: mix_chunk(mixer, name, states, cache, step, x)
@@ -170,15 +170,6 @@ def _through(model: Decoder, ids: Tensor, cache: KVCache, step: DecodeStep, atte
     for kept, new in zip(chain(*cache.states), after, strict=True):
         kept.copy_(new)
     return x
-
-
-def _features(attention: Any, q: Tensor) -> dict[str, Any]:
-    return {
-        "window": attention.config.mask.hi,
-        "softcap": attention.config.softcap,
-        "sinks": attention.local_sinks,
-        "alibi_slopes": attention.slopes(q),
-    }
 
 
 def logits_of(model: Decoder, hidden: Tensor) -> Tensor:
