@@ -26,11 +26,12 @@ PACKAGES = (
 
 def describe(comparison: Comparison) -> dict[str, Any]:
     """Return every number of a comparison as JSON-compatible data; infinities and NaN become the strings "inf" and "nan"."""
+    program = Path(sys.argv[0]).name
     return _encode(
         {
             "schema": SCHEMA,
             "passed": comparison.passed,
-            "command": _command(),
+            "command": shlex.join(["ring-attn" if program in ("main.py", "ring-attn") else program, *sys.argv[1:]]),
             "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "commit": _commit(),
             "versions": versions(),
@@ -57,11 +58,6 @@ def _encode(x: Any) -> Any:
     if isinstance(x, list | tuple):
         return [_encode(value) for value in x]
     return str(x) if isinstance(x, float) and not math.isfinite(x) else x
-
-
-def _command() -> str:
-    program = Path(sys.argv[0]).name
-    return shlex.join(["ring-attn" if program in ("main.py", "ring-attn") else program, *sys.argv[1:]])
 
 
 def _commit() -> str | None:

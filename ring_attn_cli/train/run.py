@@ -55,7 +55,9 @@ def run(config: Config, framework: str, program: Program | None = None) -> None:
     if program is not None and framework != "jax":
         raise ValueError("--coordinator is for JAX: start PyTorch on several machines with torchrun")
     folder.check(config, framework)
-    console = Console(stderr=True, highlight=False, quiet=not _prints(framework, program))
+    first = program is None or program.process in (None, 0)  # with coordinator "auto" no process knows yet which it is
+    prints = torchrun.is_first() if framework == "torch" else first
+    console = Console(stderr=True, highlight=False, quiet=not prints)
     if both := data.check(config):
         console.print(f"trained on and held out too: {both}")
     if missing := events.explain_missing():
@@ -68,13 +70,6 @@ def run(config: Config, framework: str, program: Program | None = None) -> None:
         words = f"from step {step}, its newest checkpoint" if step else "from the beginning, for it has no checkpoint yet"
         console.print(f"Interrupted. Started again, the run in {config.out} goes on {words}.")
         raise
-
-
-def _prints(framework: str, program: Program | None) -> bool:
-    """Return True if this process prints. With coordinator "auto", every process prints, because its index is not known yet."""
-    if framework == "torch":
-        return torchrun.is_first()
-    return program is None or program.process in (None, 0)
 
 
 def _run_jax(config: Config, program: Program | None) -> None:

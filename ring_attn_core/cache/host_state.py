@@ -48,10 +48,6 @@ class HostState:
             self.counts = None
         self.lengths = [min(pair) for pair in zip(lengths, self.lengths, strict=True)]
 
-    def uncertain(self) -> None:
-        """Mark the counts as unknown, because the device removed an unknown number of tokens."""
-        self.counts = None
-
     def reset(self, rows: Iterable[int]) -> None:
         for row in rows:
             self.lengths[row] = self.reached[row] = 0

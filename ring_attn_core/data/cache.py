@@ -50,7 +50,9 @@ def tokenise(files: Sequence[File], settings: DatasetSettings) -> TokenizedDocum
         kept = _kept(index, files)
         if kept is None:
             folder.mkdir(parents=True, exist_ok=True)
-            with _locked(folder) as alone:
+            check_regular(folder / ".lock")
+            with open(folder / ".lock", "ab") as lock:
+                alone = lock_file(lock)
                 for left in folder.glob(".writing-*") if alone else ():  # left by a killed process
                     left.unlink(missing_ok=True)
                 kept = _kept(index, files)
@@ -181,11 +183,3 @@ def _new_file(folder: Path) -> Iterator[tuple[BinaryIO, Path]]:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Lock the folder, waiting for other processes. Yield True, or False on Windows and on file systems without locks."""
-    check_regular(folder / ".lock")
-    with open(folder / ".lock", "ab") as lock:
-        yield lock_file(lock)

@@ -98,6 +98,7 @@ def config_of(theirs: Theirs) -> TransformerConfig:
     if strange:
         raise ValueError(f"{strange[0]} of a {kind} model must be False, got True: {family.architecture} has none")
     get = lambda name, default=None: theirs.get(name, family.defaults.get(name, default))
+    said: dict[str, Any] = {name: theirs[name] for name in PUBLISHED if theirs.get(name) is not None}
     return TransformerConfig(
         **{ours: theirs[name] for name, ours in SIZES.items()},
         kv_heads=get("num_key_value_heads"),
@@ -112,14 +113,8 @@ def config_of(theirs: Theirs) -> TransformerConfig:
         dropout_rate=get("attention_dropout") or 0.0,
         tied=bool(get("tie_word_embeddings", False)),
         param_dtype=get("dtype") or get("torch_dtype") or "float32",
-        published=_published(theirs),
+        published=Published(**said) if said else None,
     )
-
-
-def _published(theirs: Theirs) -> Published | None:
-    """Return the metadata of a Hugging Face config, which the computation does not use, or None if all are missing."""
-    said = {name: theirs[name] for name in PUBLISHED if theirs.get(name) is not None}
-    return Published(**said) if said else None
 
 
 def ignored_names(config: TransformerConfig) -> tuple[str, ...]:

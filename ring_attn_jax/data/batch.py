@@ -115,7 +115,9 @@ def shard_batch(
         longest = longest_path(trees_of(*tree))
     layout = make_layout(layout, ranks, ids.shape[1], tree, partial(on_host, owner))
     if key_mask is not None:
-        key_mask = _shaped_like(ids, key_mask=_boolean(key_mask))
+        key_mask = converted("key_mask", key_mask)
+        check_key_mask(key_mask.dtype == bool, key_mask.dtype)
+        key_mask = _shaped_like(ids, key_mask=key_mask)
         owner = jnp.where(key_mask, owner, -1)
     given = labels is not None and documents is not None
     if labels is None:
@@ -145,12 +147,6 @@ def _shaped_like(ids: jax.Array, **array: jax.Array) -> jax.Array:
     ((name, x),) = array.items()
     check_shape(name, tuple(x.shape), tuple(ids.shape))
     return whole(x, 1)
-
-
-def _boolean(key_mask: Any) -> jax.Array:
-    key_mask = converted("key_mask", key_mask)
-    check_key_mask(key_mask.dtype == bool, key_mask.dtype)
-    return key_mask
 
 
 def _next(x: jax.Array, last: int) -> jax.Array:

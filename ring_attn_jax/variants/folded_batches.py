@@ -1,13 +1,10 @@
 """Folding of a shard into the folded batches of each pattern of dilated attention, and the reverse, with gradients.
 
-A pattern is a segment length and a dilation r. The heads with equal ``head % r`` keep the same tokens and form a head group. A
-folded batch holds the tokens of one head group, each in a *slot*, which ``FoldedBatches`` in the core assigns. ``folded`` copies
-an array into folded batches by padding, slicing and reshaping, without gather or scatter. ``mixed`` puts the results (out_i,
-lse_i) of all patterns i back into the token order of the shard, and sums the out_i with softmax weights alpha_i:
+``folded`` copies an array into the folded batches of the core's ``variants/dilated.py`` by padding, slicing and reshaping,
+without gather or scatter. ``mixed`` puts the results (out_i, lse_i) of all patterns i back into the shard's token order, and sums
+the out_i with softmax weights alpha_i, in at least float32 and in the patterns' order, as the gradients of an array are summed:
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
-
-The results out_i, and the gradients of an array, are summed over the patterns in at least float32, in the patterns' order.
 """
 
 from __future__ import annotations
@@ -43,10 +40,6 @@ def _fold(x: jax.Array, rank: jax.Array, places: Places) -> tuple[jax.Array, ...
     return tuple(fold(x, place, rank) for place in places)
 
 
-def _fold_forward(x: jax.Array, rank: jax.Array, places: Places) -> Any:
-    return _fold(x, rank, places), (rank, jnp.zeros((0, x.shape[2]), x.dtype))
-
-
 def _fold_backward(places: Places, residuals: Any, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
     rank, like = residuals
     wide, heads = accumulation_dtype(like.dtype), like.shape[1]
@@ -54,7 +47,7 @@ def _fold_backward(places: Places, residuals: Any, gradients: tuple[jax.Array, .
     return reduce(jnp.add, parts).astype(like.dtype), None
 
 
-_fold.defvjp(_fold_forward, _fold_backward)
+_fold.defvjp(lambda x, rank, places: (_fold(x, rank, places), (rank, jnp.zeros((0, x.shape[2]), x.dtype))), _fold_backward)
 
 Results = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 
@@ -69,10 +62,6 @@ def _mix(results: Results, rank: jax.Array, places: Places) -> tuple[jax.Array, 
         for out, lse_i, place in zip(outs, lses, places, strict=True)
     )
     return reduce(jnp.add, parts).astype(outs[0].dtype), (top + jnp.log(total))[..., 0]
-
-
-def _mix_forward(results: Results, rank: jax.Array, places: Places) -> Any:
-    return _mix(results, rank, places), (results, rank)
 
 
 def _mix_backward(places: Places, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Results, None]:
@@ -98,7 +87,7 @@ def _mix_backward(places: Places, residuals: Any, cotangents: tuple[jax.Array, j
     return (tuple(x.astype(out.dtype) for x, out in zip(douts, outs, strict=True)), dlses), None
 
 
-_mix.defvjp(_mix_forward, _mix_backward)
+_mix.defvjp(lambda results, rank, places: (_mix(results, rank, places), (results, rank)), _mix_backward)
 
 
 def _heads(places: Places) -> int:

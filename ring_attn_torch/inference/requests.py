@@ -138,7 +138,7 @@ class Requests:
         if isinstance(lengths, Tensor) and device.type != "cpu":
             checks.check_kept(tuple(lengths.shape), str(lengths.dtype), spec.batch)
             keep = lengths.to(device, torch.int32).clamp(min=0)
-            self.host_state.uncertain()
+            self.host_state.counts = None  # only the device knows how many tokens it removed
         else:
             values = lengths.tolist() if isinstance(lengths, Tensor) else lengths
             values = [values] * spec.batch if isinstance(as_number(values), int) else values
