@@ -130,9 +130,9 @@ def choose_context(module: str, members: int) -> Any:
 
 
 class WorkerGroups:
-    """Named groups of worker processes; the exit of the context ends each process that still runs.
-    SIGTERM raises :class:`Terminated` in the main thread. A process, not the parent, imports a module and calls its
-    ``work(report, *arguments)``. Its stdout and stderr go to a log, shown at the end if it fails."""
+    """Named groups of worker processes; the exit of the context ends each process that still runs. SIGTERM raises
+    :class:`Terminated` in the main thread. A process, not the parent, imports a module and calls its ``work(report,
+    *arguments)``, with a log."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience

@@ -57,9 +57,9 @@ class Evidence:
         return by_name(exact(**self.arguments | changes))
 
     def explains(self, name: str, wrong: np.ndarray, tokens: Any = np.s_[:]) -> bool:
-        """Return True if a mistake that gives ``wrong``, leading rows and heads of an array, explains its error in ``tokens``.
-        At most half of the error may remain, and at most 4 times the bound or 1/50 of the error: a mistake that changes nothing
-        must not explain an error slightly above its bound."""
+        """Return True if a mistake that gives ``wrong``, leading rows and heads of an array, explains its error in ``tokens``. At
+        most half of the error may remain, and at most 4 times the bound or 1/50 of the error, so that a harmless mistake explains
+        nothing."""
         got, right = (first(x[name], wrong).astype(np.float64) for x in (self.got, self.truth.exact))
         if wrong.ndim > 1:
             got, right, wrong = got[:, tokens], right[:, tokens], wrong[:, tokens]

@@ -50,8 +50,7 @@ def find_difference(a: float, b: float) -> float:
 
 def loss_bound(steps: int) -> float:
     """Return the allowed relative difference, at most 0.1, of two frameworks' losses after ``steps`` steps.
-    Rounding errors grow: the difference was 3e-7 after 12 steps of 16,384 tokens, and grew tenfold every 50 of 200 steps of 512
-    tokens."""
+    Rounding errors grow: from 3e-7 after 12 steps of 16,384 tokens, tenfold every 50 steps of 512 tokens."""
     return min(1e-5 * 10 ** (steps // 50), 0.1)
 
 

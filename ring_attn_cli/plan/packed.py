@@ -112,9 +112,8 @@ def read_batches(text: str) -> list[int]:
 
 
 def read_tree(text: str) -> Tree:
-    """Parse ``--tree``: the segments of a prefix tree in depth-first order, or the path of a file that holds them.
-    A segment is ``length`` or ``parent:length``, -1 for a root; ``x16`` repeats it. Without parents, the first segment is the
-    prompt and the later ones are its completions."""
+    """Parse ``--tree``, the segments of a prefix tree in depth-first order or a file of them: ``length`` or ``parent:length``
+    (-1: a root), ``x16`` to repeat. Without parents, the first segment is the prompt and the later ones are its completions."""
     words = read_words(text, "--tree")
     found = [re.fullmatch(r"(?:(-?\d+):)?(\d+)(?:x([1-9]\d*))?", word, re.ASCII) for word in words]
     if not all(found) or not words:
@@ -197,9 +196,8 @@ def _draw(
 
 
 def _strips(plan: PackedPlan, width: int, what: str) -> list[Text]:
-    """Draw the positions as text lines of equal cells: the parts, below them the ranks, and a legend.
-    A cell shows the letter of the part that fills more than half of it, else ".", and the rank with most of its tokens; "/"
-    marks padding."""
+    """Draw the positions as text lines of equal cells: the parts, below them the ranks, and a legend. A cell shows the letter of
+    the part that fills more than half of it, else ".", and the rank with most of its tokens; "/" marks padding."""
     axis = Axis.cut(plan.runs, plan.seq_local * len(plan.runs), max(width - 28, width // 2))
     block, starts = axis.block, list(accumulate(plan.parts, initial=0))
     letters, ranks = Text(f"{what:<10}"), Text("ranks     ")

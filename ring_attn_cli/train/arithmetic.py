@@ -86,9 +86,8 @@ def first_weights(like: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
 
 
 def first_adapters(lora: LoRA, config: TransformerConfig, seed: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Draw the initial float64 matrices (A, B) of each adapter, by projection, the same in both frameworks.
-    A [rank, in] is uniform between ``-in^-0.5`` and ``in^-0.5``, as in peft (Kaiming's bound with a negative slope of 5^0.5),
-    seeded by name and ``seed``. B [out, rank] is 0."""
+    """Draw the initial float64 matrices (A, B) of each adapter, by projection, seeded by name, the same in both frameworks.
+    A [rank, in] is uniform between ``-in^-0.5`` and ``in^-0.5``, as in peft (Kaiming with slope 5^0.5). B [out, rank] is 0."""
 
     def drawn(name: str, a: tuple[int, int], b: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         return _generator(f"{name}.adapter.a", seed).uniform(-(a[1] ** -0.5), a[1] ** -0.5, a), np.zeros(b)

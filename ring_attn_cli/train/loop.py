@@ -153,8 +153,8 @@ def find_passkeys(config: Config, trainer: Trainer, length: int) -> float:
 
 def evaluate(config: Config, trainer: Trainer) -> dict[str, Any]:
     """Return a log line with the mean held-out loss in nats, overall (``loss``) and by bucket of positions (``by_position``).
-    Bucket ``i`` holds the ``labels`` of tokens with ``ends[i - 1]`` (first: 0) to ``ends[i] - 1`` tokens of their document before
-    them in the packed row; its loss is None without labels."""
+    Bucket i holds the ``labels`` of tokens with ``ends[i - 1]`` to ``ends[i] - 1`` tokens of their document before them in the
+    packed row."""
     ends = edges(config.data.length, config.evaluation.buckets)
     sums, counts = [0.0] * len(ends), [0] * len(ends)
     for microbatch in islice(trainer.held_out, config.evaluation.batches):

@@ -112,9 +112,9 @@ class Hulls:
         return None
 
     def _fits(self, key_mask: Any, first: Any, end: Any) -> bool:
-        """Return whether each query sees all keys in its interval that ``key_mask`` permits.
-        ``first``, ``end`` (exclusive), int [rows, queries] or [queries]: they contain all keys that a query sees, so it is enough
-        to compare the number of permitted keys with ``counts``."""
+        """Return whether each query sees all permitted keys in its interval ``first .. end - 1``, int [rows, queries] or
+        [queries]. The interval contains all keys that a query sees, so the number of permitted keys is compared with
+        ``counts``."""
         before = np.pad(np.cumsum(key_mask, 1, dtype=np.int64), ((0, 0), (1, 0)))
         first, end = (np.broadcast_to(x, self.counts.shape) for x in (first, end))
         between = np.take_along_axis(before, end, 1) - np.take_along_axis(before, first, 1)

@@ -65,9 +65,8 @@ def check_one_tree(spans: Iterable[Sequence[Span]], longest: int, counted: bool)
 
 
 def _check_row(row: int, tokens: Any, ends: Any, positions: Any, ranks: Any, longest: int) -> None:
-    """Raise ValueError if a row is not a tree, or has a path of more than ``longest`` tokens.
-    ``tokens``: sorted indices. By token, ``ends``: the end of its subtree, ``positions``: its path position or None, ``ranks``:
-    its rank."""
+    """Raise ValueError if a row is not a tree, or has a path of more than ``longest`` tokens. By token, in order of ``tokens``:
+    the ``ends`` of its subtree, its path position (or None) and its rank."""
     breaks = (np.diff(tokens) != 1) | (np.diff(ends) != 0)
     if positions is not None:
         breaks |= np.diff(positions) != 1

@@ -106,8 +106,7 @@ def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
 
 def block_saved(config: TransformerConfig, tokens: int, mlp_chunk: int | None = None) -> tuple[Term, ...]:
     """Return the terms that autograd saves in a block beside ``block_kept``: in every block with "keep", else in one at a time.
-    A chunked MLP computes its activations again: term 0. Each norm is taken to save its input, as PyTorch does on a GPU; on a CPU
-    it saves two float32 arrays instead."""
+    A chunked MLP computes its activations again: term 0. Each norm is taken to save its input, as PyTorch does on a GPU."""
     c, q, kv = compute_bytes(config), config.heads * config.head_dim, config.kv_heads * config.head_dim
     angles = 0 if config.rotary is None and config.rotaries is None else 2
     chunk = 0 if mlp_chunk is not None else tokens

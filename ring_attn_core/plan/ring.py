@@ -154,9 +154,8 @@ class RingPlan:
 
     @property
     def q_slot(self) -> int:
-        """Return the number of tokens, padding included, that a query shard reserves for each run.
-        A named layout cuts a shard into slots of equal size, one for each run. In a balanced layout the whole shard is one slot.
-        """
+        """Return the tokens, with padding, that a query shard reserves for each run; in a balanced layout the whole shard is one
+        slot."""
         return self.seq_local if isinstance(self.order, BalancedLayout) else self.seq_local // layouts.slots(self.order)
 
     @property
@@ -165,9 +164,8 @@ class RingPlan:
 
     @cached_property
     def band(self) -> Band:
-        """Return the mask with its bounds clamped to the number of tokens in all shards.
-        Every lag (query - key position) is below this number. Clamped bounds keep the arithmetic in int32 for a traced rank too.
-        """
+        """Return the mask with its bounds clamped to the tokens in all shards, which keeps the arithmetic in int32 for a traced
+        rank too."""
         return self.mask.clamped(max(self.seq_local, self.kv_local) * self.ranks)
 
     @property

@@ -12,8 +12,7 @@ UNITS = "bytes", "KiB", "MiB", "GiB"
 
 def step_name(plan: RingPlan, number: int, shift: int, size: int, rank: int | None = None) -> str:
     """Return the name of a step, such as "ring step 2 of 4, 32 MiB from rank 3". ``number`` counts from 1, and ``size`` whole
-    shards. ``rank``: None if traced; the name then states the distance to the owner of the keys, and for a TwoLevelPlan ``shift``
-    is ``outer * host_ranks + inner``."""
+    shards. ``rank``: None if traced; the name then has the distance, for a TwoLevelPlan ``outer * host_ranks + inner``."""
     steps = place_name(plan, number)
     if isinstance(plan, NeededPlan) and plan.exchanges:
         return f"{steps}, {in_units(size)} of own and received keys"

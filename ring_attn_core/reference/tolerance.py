@@ -16,9 +16,8 @@ The state is float32, or float64 for float64 inputs.
 
 
 def relative_error(got: np.ndarray, exact: np.ndarray) -> float:
-    """Return ||got - exact|| / ||exact|| over finite entries; inf if a NaN or infinity differs.
-    The divisor is at least the norm of as many entries 0.01, because exact values may be (nearly) zero, e.g. the gradient of a
-    query that sees one key."""
+    """Return ||got - exact|| / ||exact|| over finite entries; inf if a NaN or infinity differs. The divisor is at least the norm
+    of as many entries 0.01, because exact values may be (nearly) zero."""
     got, exact = np.asarray(got, np.longdouble), np.asarray(exact, np.longdouble)
     if got.shape != exact.shape:
         raise ValueError(f"compare arrays of one shape, got {got.shape} and {exact.shape}")
@@ -37,9 +36,8 @@ def bound(plain: np.ndarray, exact: np.ndarray, dtype: str) -> float:
 
 
 def bound_of_sinks(plain: Attention, exact: Attention, arrays: Mapping[str, np.ndarray], dtype: str) -> float:
-    """Return the allowed relative error of the gradient of sinks. ``arrays``: sinks [heads], dout and dlse.
-    With one number per head, ``plain`` may be accurate by chance: take 5 standard deviations of a sum over queries whose terms
-    err independently, each by its error in ``plain`` and one rounding, or ``bound`` if that is larger."""
+    """Return the allowed relative error of the gradient of sinks: with one number per head, ``plain`` may be accurate by chance.
+    Take ``bound`` or, if larger, 5 standard deviations of a sum over queries whose errors, as in ``plain``, are independent."""
     assert plain.dsinks is not None and exact.dsinks is not None
 
     def terms(got: Attention) -> np.ndarray:

@@ -22,9 +22,8 @@ class Backend(Protocol):
     """True if k and v may stay two arrays when no keys travel between ranks."""
 
     def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
-        """Merge attention to the visible keys into ``total``, the state over the keys seen so far (None before the first step).
-        ``rows`` int32 [q_runs, k_runs, fields]: a ``runs.Row`` for each pair of runs. The state is float32 (float64 for float64
-        inputs); ``out`` has q's dtype after the ``last`` step. It has a ``rest`` if ``carries_rest(q.dtype)``."""
+        """Merge attention to the visible keys into ``total`` (None before the first step), and return the new state, in float32
+        (float64 for float64 inputs); after the ``last`` step ``out`` is in q's dtype."""
         ...
 
     def backward_inputs(
@@ -38,9 +37,9 @@ class Backend(Protocol):
     def attend_backward(
         self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, arrived: Arrived, last: bool
     ) -> tuple[jax.Array, Gradients]:
-        """Add the contribution of ``keys`` to ``dq``, and add dk and dv to the gradients that ``arrived()`` returns; return both.
-        ``arrived()``: the gradients of ``keys`` from other ranks' queries, or None. ``dq`` is None before the first step.
-        Gradients are float32 (float64 for float64 inputs) until they are complete; then they may have q's dtype."""
+        """Add the contribution of ``keys`` to ``dq`` (None before the first step), and dk and dv to what ``arrived()`` returns:
+        their gradients from other ranks' queries, or None. Return both, in float32 (float64 for float64 inputs) until
+        complete."""
         ...
 
 

@@ -30,9 +30,9 @@ def pack(
     key_extents: jax.Array | None = None,
     two_arrays: bool = False,
 ) -> Keys:
-    """Pack k [b t g d], v [b t g e] or None, key_mask bool [b t] and key_extents [b t 2].
-    Without v the values are columns of k. Masked keys and values become 0, even if they are NaN. Extents are clipped to the range
-    of the kernels' int32 arithmetic. ``two_arrays`` keeps k and v apart, which saves a copy, if no keys travel."""
+    """Pack k [b t g d], v [b t g e] (None: columns of k), key_mask bool [b t] and key_extents [b t 2]. Masked keys and values
+    become 0, even NaN. Extents are clipped to 0 .. ``BEYOND``. ``two_arrays`` keeps k and v apart, which saves a copy, if no keys
+    travel."""
     arrays = [k] if v is None else [k, v] if two_arrays else [jnp.concatenate([k, v], -1)]
     bits = None
     if key_mask is not None:

@@ -27,8 +27,7 @@ from .state import Arrived, BackwardInputs, Gradients, State
 
 def as_one_run(rows: jax.Array, keys: Keys, score: Score, queries: int, band: Band) -> tuple[jax.Array, Keys, Score]:
     """Convert a step of a balanced layout so that each shard is one run, and return its new rows, keys and score.
-    The new rows are one Row of the two whole shards without a mask: the new extents, intervals of key indices, express ``band``.
-    ``queries``: number of tokens of the query shard, padding included."""
+    The new rows are one Row of the two whole shards without a mask, because the new extents express ``band``."""
     q_runs, k_runs = rows[:, 0, 2:5], rows[0, :, 5:8]
     batch, tokens = keys.kv.shape[:2]
     q_pos, k_pos = positions_of(q_runs, queries), positions_of(k_runs, tokens)

@@ -34,9 +34,9 @@ Arrived = Callable[[], jax.Array | None]
 
 
 class BackwardInputs(NamedTuple):
-    """The inputs of all steps of a backward: q [b s h d], dout [b s h e], lse and delta.
-    For kernels lse and delta are [b h s], lse in base 2, else [b s h]. ``sinks`` [h]: these queries' part of the sinks' gradient.
-    ``bounds`` int32 [b, q tiles, 4]: least ``first``, greatest ``end``, greatest ``first``, least ``end`` of a tile's extents."""
+    """The inputs that all steps of a backward share: q [b s h d], dout [b s h e], lse and delta [b s h]. Kernels take lse, in
+    base 2, and delta as [b h s]. ``sinks`` [h]: these queries' part of the sinks' gradient. ``bounds``: as in the core's
+    backward_sums.py."""
 
     q: jax.Array
     dout: jax.Array

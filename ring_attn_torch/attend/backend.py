@@ -24,30 +24,24 @@ class Backend(Protocol):
     """True if k and v may stay two arrays when no keys travel between ranks."""
 
     def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
-        """Merge attention to the visible keys into ``total`` (None before the first step), and return the new state. It is
-        float32 (float64 for float64 inputs); after the ``last`` step ``out`` is in q's dtype. ``rows[q_run][k_run]``: a
-        ``runs.Row`` for each pair of runs."""
+        """Merge attention to the visible keys into ``total`` (None before the first step), and return the new state, in float32
+        (float64 for float64 inputs); after the ``last`` step ``out`` is in q's dtype."""
         ...
 
     def backward_inputs(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
-        """Compute delta = rowsum(dout * out) - dlse, and return the inputs that all steps of a backward share.
+        """Compute delta = rowsum(dout * out) - dlse, and return the inputs that all steps share. ``dtotal``: (dout, dlse).
 
-        ``total``: the state after the forward; ``dtotal``: (dout, dlse). With ``total.rest`` a probability is
-        ``exp(s - lse - rest)``, and the steps compute only ``exp(s - lse)``: so dout and delta are scaled by ``exp(-rest)``
-        here.
-
-        For a query that sees no key, dout and delta may hold NaN, which must not reach the gradients of keys and sinks: here
-        or in the kernels they become 0 if lse is -inf. With sinks the lse may be finite, and dout and delta still must stay
-        out of these gradients.
+        Steps compute ``exp(s - lse)``: so dout and delta are scaled by ``exp(-rest)`` here. For a query that sees no key, dout
+        and delta may hold NaN, which must not reach the gradients of keys and sinks, even if sinks make its lse finite.
         """
         ...
 
     def attend_backward(
         self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor | None, arrived: Arrived, last: bool
     ) -> tuple[Tensor, Gradients]:
-        """Add the contribution of ``keys`` to ``dq``, None before the first step, and dk and dv to the gradients that
-        ``arrived()`` returns. ``arrived()``: the gradients of ``keys`` from other ranks' queries, or None. Return dq and the
-        gradients of ``keys``. All are float32 (float64 for float64 inputs) until complete."""
+        """Add the contribution of ``keys`` to ``dq`` (None before the first step), and dk and dv to what ``arrived()`` returns:
+        their gradients from other ranks' queries, or None. Return both, in float32 (float64 for float64 inputs) until
+        complete."""
         ...
 
 

@@ -12,11 +12,9 @@ from ring_attn_core.kernels.call import BEYOND
 
 
 class Keys(NamedTuple):
-    """A shard of keys and values, packed in one array. If no keys travel between ranks, k and v may be two arrays.
-    ``kv`` [b t g d+e]: k and v, or k alone [b t g d] if ``v`` [b t g e] is present or the values are columns of k. ``bits``
-    uint8 [b, ceil(t / 8)], None without a key mask: bit j % 8 of byte j // 8 is 1 if key j may be attended. ``extents`` int32
-    [b t 2], None without a limit: for each key the first and the end (exclusive) of the query positions that may see the key,
-    at least 0. ``one_run.py`` converts these positions to local query indices."""
+    """A shard of keys and values. ``kv`` [b t g d+e] holds both, or k alone [b t g d] if ``v`` [b t g e] or k has the values.
+    ``bits`` uint8 [b, ceil(t / 8)]: bit j % 8 of byte j // 8 is 1 if key j may be attended. ``extents`` int32 [b t 2]: the first
+    and the end of the query positions (``one_run.py``: local indices) that may see a key."""
 
     kv: Tensor
     bits: Tensor | None = None
@@ -27,9 +25,8 @@ class Keys(NamedTuple):
 def pack(
     k: Tensor, v: Tensor | None, key_mask: Tensor | None = None, key_extents: Tensor | None = None, two_arrays: bool = False
 ) -> Keys:
-    """Pack k [b t g d], v [b t g e], key_mask bool [b t] and key_extents int [b t 2] into ``Keys``. Without v, values are columns
-    of k. Masked keys and values become 0, even NaN; extents are clipped to 0 .. ``BEYOND``, the range of the kernels' int32
-    arithmetic."""
+    """Pack k [b t g d], v [b t g e] (None: columns of k), key_mask bool [b t] and key_extents int [b t 2]. Masked keys and values
+    become 0, even NaN; extents are clipped to 0 .. ``BEYOND``."""
     # If k and v are transposed alike in memory, cat returns a transposed array too; kernels need a contiguous one.
     arrays = [k.contiguous()] if v is None else [k, v] if two_arrays else [torch.cat([k, v], -1).contiguous()]
     bits = None

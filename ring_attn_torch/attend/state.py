@@ -32,9 +32,8 @@ Arrived = Callable[[], Tensor | None]
 
 class BackwardInputs(NamedTuple):
     """The inputs that all steps of a backward share: q [b s h d], dout [b s h e], lse and delta [b s h].
-    Kernels take lse, in base 2, and delta as [b h s]. ``sinks`` [h]: these queries' contribution to the sinks' gradient.
-    ``bounds`` int32 [b, q tiles, 4], for kernels: least ``first``, greatest ``end``, greatest ``first`` and least ``end`` of
-    the extents [first, end) in each query tile. ``out`` [b s h e]: the forward's output, for the vendors' backends."""
+    Kernels take lse, in base 2, and delta as [b h s]. ``sinks`` [h]: these queries' part of the sinks' gradient. ``bounds`` int32
+    [b, q tiles, 4]: as in the core's backward_sums.py. ``out`` [b s h e]: the forward's output, for the vendors' backends."""
 
     q: Tensor
     dout: Tensor

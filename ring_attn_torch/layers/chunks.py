@@ -13,10 +13,9 @@ from ring_attn_core.model.chunks import even_chunk
 
 
 def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, chunk: int) -> Tensor:
-    """Compute ``function(x)`` for x [b s ...] in chunks of at most ``chunk`` tokens. The backward recomputes each chunk.
-    Gradients of weights accumulate over chunks in the weights' dtype. Under torch.compile the compiler decides what is
-    recomputed. The recomputation of an outer torch.utils.checkpoint stops at the last tensor that it saved: the last chunk of
-    x, since autograd saves all chunks before ``function`` first runs. So only the inner checkpoints run ``function`` again."""
+    """Compute ``function(x)`` for x [b s ...] in chunks of at most ``chunk`` tokens, which the backward recomputes. Gradients of
+    weights accumulate over chunks in the weights' dtype. The recomputation of an outer torch.utils.checkpoint stops at the last
+    tensor that it saved: the last chunk of x. So only the inner checkpoints run ``function`` again."""
     from torch.utils.checkpoint import checkpoint  # takes a while to import
 
     if x.shape[1] <= chunk:

@@ -143,8 +143,8 @@ def _stale(whose: str, members: Iterable[int]) -> str:
 
 def _all_reduce(gradients: list[Tensor], missing: list[bool], ring: Group, is_stale: bool) -> list[bool]:
     """Replace each tensor by its sum over the ranks. Return for each whether it is ``missing`` on all ranks. One all-reduce also
-    counts the ranks that miss each gradient, and marks the stale ranks, for which all raise the same error. Reading waits for the
-    device: on a GPU only a rank does that misses a gradient or is stale, and the sums of the others become NaN."""
+    counts the ranks that miss each gradient, and marks stale ranks. On a GPU, where reading waits for the device, only a rank
+    raises that misses a gradient or is stale, and the sums of the others become NaN."""
     dtype = reduce(torch.promote_types, (x.dtype for x in gradients), torch.float32)
     seen = [float(x) for x in missing] + [float(is_stale and rank == rank_in(ring)) for rank in range(ranks_of(ring))]
     counts = torch.zeros(len(seen), dtype=dtype, device=gradients[0].device)

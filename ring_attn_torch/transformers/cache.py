@@ -143,12 +143,11 @@ class RingCache(LinearStates, Cache):
 
 @dataclass(eq=False)
 class CachedCall(LinearShard, RunningCall):
-    """A running call that fills or continues a cache, with the lengths, padding and cache placement of its tokens.
-    ``tokens``: new tokens of each row, padding included; ``lengths``: without padding. ``local``: tokens in this rank's shard
-    of a row, padding included, or None if each rank computes all. ``valid``: bool [batch, tokens], False for padding, or None.
-    ``keep``: logits of the last ``keep`` tokens are requested. ``own``: int64 [batch, local], the index of each of the shard's
-    tokens among the new ones of its row, -1 for padding. ``step``: None until the first layer sets it. ``layer``: the linear
-    layer that runs."""
+    """A running call that fills or continues a cache, with the lengths, padding and cache placement of its tokens. ``tokens``:
+    new tokens of each row, padding included; ``lengths``: without. ``local``: tokens in this rank's shard of a row, or None if
+    each rank computes all. ``valid``: bool [batch, tokens], False for padding. ``keep``: logits of the last tokens that are
+    requested. ``own``: int64 [batch, local], each shard token's index among its row's new ones, -1 for padding. ``step``: None
+    until the first layer sets it. ``layer``: the linear layer that runs."""
 
     cache: RingCache
     tokens: int

@@ -265,8 +265,8 @@ def fits(pattern: Pattern, function: MaskFunction, size: int | None, tokens: int
 
 def intervals(function: MaskFunction, batch: int, tokens: int, device: torch.device) -> Tensor | None:
     """Return each query's interval of visible keys, int32 [batch, tokens, 2], or None if some query has none that contains it.
-    Bisection finds its ends; then the keys beside and halfway to each end and 8 evenly spread keys are checked. A hole of less
-    than an eighth of the tokens may not be found. All global tokens are evaluated, so only rings of one rank call this."""
+    Bisection finds its ends; then keys beside and halfway to each end and 8 evenly spread keys are checked. All global tokens are
+    evaluated, so only rings of one rank call this."""
     b = torch.arange(batch, device=device)[:, None].expand(batch, tokens)
     q = torch.arange(tokens, device=device).expand(batch, tokens)
     sees = lambda k: function(b, torch.zeros_like(b), q, k.clamp(0, tokens - 1)) & (k >= 0) & (k < tokens)
