@@ -1,4 +1,14 @@
-"""Checks of the arguments of ``document_extents`` and ``prefix_extents``, on NumPy arrays."""
+"""Extents: one interval of visible key positions per query, for masks that no band (causal, full, sliding window) can express.
+
+Left: documents of 3, 1 and 4 tokens, then two tokens of padding. Right: a prefix of 4 tokens, then 3 causal ones (p: position):
+
+    ids      0  0  0  1  2  2  2  2 -1 -1          p   0  1  2  3  4  5  6
+    first    0  0  0  3  4  4  4  4  0  0              0  0  0  0  0  0  0
+    end      3  3  3  4  8  8  8  8  0  0              4  4  4  4  5  6  7
+
+A query with the extent [0, 0) sees no key. Such a query is *blank* (``plan/ring.py``). Here the arguments of ``document_extents``
+and ``prefix_extents`` are checked, on NumPy arrays.
+"""
 
 from __future__ import annotations
 

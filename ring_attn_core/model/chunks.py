@@ -1,4 +1,15 @@
-"""Chunk lengths and argument checks for the loss and the MLP, which are computed in chunks of tokens."""
+"""Chunk lengths and argument checks for the loss and the MLP, which are computed in chunks of tokens.
+
+    total = sum_i w_i (log sum_v exp(logits_iv) - logits_il)             l: the label of token i, w_i: its weight, 1 by default
+    dlogits_iv = w_i (softmax(logits_i)_v - [v = l])                     [v = l]: 1 if v is the label, else 0
+    dhidden = dlogits head,  dhead = dlogits^T hidden                    if logits = hidden head^T
+
+Log-probability and entropy, with dx the gradient of the caller's loss with respect to x:
+
+    logp_i = logits_il - log sum_v exp(logits_iv)                        logits after temperature
+    H_i    = - sum_v p_iv log p_iv                                       p_i = softmax(logits_i)
+    dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)
+"""
 
 from __future__ import annotations
 

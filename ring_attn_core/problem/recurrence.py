@@ -1,4 +1,16 @@
-"""One call of a recurrence, a convolution, a halo or a carry as plain data, with every check of it."""
+"""One call of a recurrence, a convolution, a halo or a carry as plain data, with every check of it.
+
+Delta rule: S [K, V] is a state for each head; g a number or a vector [K] (Yang et al., arXiv:2412.06464)
+
+    S_t = S_{t-1} * exp(g_t)
+    S_t = S_t + beta_t k_t (v_t - k_t' S_t)'
+    out_t = scale q_t' S_t
+
+State spaces of Mamba-2 (Dao and Gu, arXiv:2405.21060) and Mamba-1 (Gu and Dao, arXiv:2312.00752):
+
+    Mamba-2    S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t'     S [P, N] for each head, A a number     out_t = S_t C_t + D x_t
+    Mamba-1    S_t = exp(dt_t A) * S_{t-1} + dt_t x_t B_t'   S [channels, N], A [channels, N]       out_t = S_t C_t + D x_t
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,12 @@ The attention is exact within a window, and sees earlier tokens as a few summari
 Query i sees exactly the tokens ``first(i) .. i``, with ``first(i) = block * floor(max(i - window, 0) / block)``. So at least the
 last ``window + 1`` tokens are exact, and each token before ``first(i)`` is in exactly one summarized block.
 ``window >= length - 1`` is exact attention.
+
+Both packages merge two parts. The local part (``exact``) is ``ring_attention`` with extents. Each extent is a window that begins
+at the first token of a block. The compressed part attends to summaries. Each rank pools its tokens of a block by
+``attend_block``, whose queries are the learned vectors ``pool``, or zeros for the mean. One all-gather sends these partial
+summaries, as pairs (out, lse), to all ranks. Each rank merges the pairs of each block, weighted by exp(lse), and its own queries
+attend to the merged summaries.
 """
 
 from __future__ import annotations
@@ -195,9 +201,8 @@ class SummaryPlan:
         return rank * self.slots + block - rank * local // size, exists
 
     def bytes_sent(self, batch: int, kv_heads: int, dims: tuple[int, int], itemsize: int, key_mask: bool = False) -> SentBytes:
-        """Return the bytes that each rank sends with the strategy "ring". ``dims``: (head_dim, v_dim).
-        Forward: a shard of k, v and the key mask as bits at each hop, and an all-gather of partial summaries: head_dim + v_dim +
-        1 numbers per key head, 1 more with a key mask. Backward: also the gradients, with one more hop, and a reduce-scatter."""
+        """Return the bytes that each rank sends with the strategy "ring": shards at each hop, and partial summaries in an
+        all-gather. A backward also sends the gradients, with one more hop, and a reduce-scatter. ``dims``: (head_dim, v_dim)."""
         wide, numbers = max(itemsize, 4), batch * self.local * kv_heads * sum(dims)
         keys = numbers * itemsize + batch * -(-self.local // 8) * key_mask
         hops = self.ring.hops

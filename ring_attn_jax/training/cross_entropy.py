@@ -1,8 +1,4 @@
-"""The weighted sum of the cross-entropies of one rank's labels, and its gradients, from logits or from hidden states.
-
-    total = sum_i w_i (log sum_v exp(logits_iv) - logits_il)       l: the label of token i, w_i: its weight, 1 by default
-    dlogits_iv = w_i (softmax(logits_i)_v - [v = l])               [v = l]: 1 if v is the label, else 0
-    dhidden = dlogits head,  dhead = dlogits^T hidden              if logits = hidden head^T
+"""The weighted sum of the cross-entropies of one rank's labels, and its gradients, by the core's model/chunks.py.
 
 Traced values cannot raise an error. Instead, a label outside the vocabulary makes three results NaN: the total, the gradient of
 that label's token, and the gradient of the head.

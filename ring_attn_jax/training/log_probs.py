@@ -1,11 +1,6 @@
-"""Each label's log-probability and each token's entropy, with gradients, from logits or from hidden states.
+"""Each label's log-probability and each token's entropy, by the formulas of the core's model/chunks.py.
 
-    logp_i = logits_il - log sum_v exp(logits_iv)                        l: the label of token i; logits after temperature
-    H_i    = - sum_v p_iv log p_iv                                       p_i = softmax(logits_i)
-    dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)   [v = l]: 1 if v is the label, else 0
-
-Here dx is the gradient of the caller's loss with respect to x. The backward recomputes logits from hidden states. For memory and
-precision see ``cross_entropy.py``.
+The backward recomputes logits from hidden states. For memory and precision see ``cross_entropy.py``.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""Summary attention over a ring: queries see the keys in a window exactly, and a few summaries of each earlier block.
-
-:func:`merge` combines two parts. The local part (``exact``) is ``ring_attention`` with extents. Each extent is a window that
-begins at the first token of a block. The compressed part attends to summaries. Each rank pools its tokens of a block by
-``attend_block``, whose queries are the learned vectors ``pool``, or zeros for the mean. One all-gather sends these partial
-summaries, as pairs (out, lse), to all ranks. Each rank merges the pairs of each block, weighted by exp(lse), and its own queries
-attend to the merged summaries.
-"""
+"""Summary attention over a ring, as ``variants/summary.py`` of ring_attn_core explains it."""
 
 from __future__ import annotations
 

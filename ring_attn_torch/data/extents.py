@@ -1,13 +1,6 @@
-"""Extents: one interval of visible key positions per query, for masks that no band (causal, full, sliding window) can express.
+"""The extents of documents and prefixes, which ``data/extents.py`` of ring_attn_core explains.
 
-Left: documents of 3, 1 and 4 tokens, then two tokens of padding. Right: a prefix of 4 tokens, then 3 causal ones (p: position):
-
-    ids      0  0  0  1  2  2  2  2 -1 -1          p   0  1  2  3  4  5  6
-    first    0  0  0  3  4  4  4  4  0  0              0  0  0  0  0  0  0
-    end      3  3  3  4  8  8  8  8  0  0              4  4  4  4  5  6  7
-
-Extents describe global sequences. ``to_layout(extents, layout, ranks)`` shards them, and pads them with [0, 0). A query with the
-extent [0, 0) sees no key. Such a query is *blank* (``plan/ring.py`` of ring_attn_core).
+Extents describe global sequences. ``to_layout(extents, layout, ranks)`` shards them, and pads them with [0, 0).
 """
 
 from __future__ import annotations

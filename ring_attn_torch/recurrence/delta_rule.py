@@ -1,8 +1,4 @@
-"""The gated delta rule of Qwen3-Next and the delta attention of Kimi, on shards (Yang et al., arXiv:2412.06464).
-
-    S_t = S_{t-1} * exp(g_t)                              S [K, V]: a state for each head; g a number or a vector [K]
-    S_t = S_t + beta_t k_t (v_t - k_t' S_t)'
-    out_t = scale q_t' S_t
+"""The gated delta rule of Qwen3-Next and the delta attention of Kimi, on shards (formulas in the core's problem/recurrence.py).
 
 A run is computed once, from the state 0, together with the effect of a state, if any run needs one: K columns of 0 are appended
 to the values, and start from the state I. The result is ``out + effect @ state`` with the state that earlier runs leave. Inside a

@@ -1,7 +1,4 @@
-"""The state spaces of Mamba-2 (Dao and Gu, arXiv:2405.21060) and Mamba-1 (Gu and Dao, arXiv:2312.00752), on shards.
-
-    Mamba-2    S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t'     S [P, N] for each head, A a number     out_t = S_t C_t + D x_t
-    Mamba-1    S_t = exp(dt_t A) * S_{t-1} + dt_t x_t B_t'   S [channels, N], A [channels, N]       out_t = S_t C_t + D x_t
+"""The state spaces of Mamba-2 and Mamba-1 on shards, whose formulas the core's problem/recurrence.py has.
 
 A run's effect on the state is a decay in closed form. Mamba-2 adds the effect of the carried state to the result from the state
 0; Mamba-1, whose effect costs as much as its scan, scans a second time from the carried state.

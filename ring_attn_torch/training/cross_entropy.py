@@ -1,8 +1,4 @@
-"""The sum of one rank's cross-entropies, computed chunk by chunk from logits, or from hidden states without storing all logits.
-
-    total = sum_i w_i (log sum_v exp(logits_iv) - logits_il)       l: the label of token i, w_i: its weight, 1 by default
-    dlogits_iv = w_i (softmax(logits_i)_v - [v = l])               [v = l]: 1 if v is the label, else 0
-    dhidden = dlogits head,  dhead = dlogits^T hidden              if logits = hidden head^T
+"""The sum of one rank's cross-entropies, computed chunk by chunk by the formulas of the core's model/chunks.py.
 
 A label outside the vocabulary makes three results NaN: the total, the gradient of that label's token, and the gradient of the
 head. The label raises no error, because an error on one rank would leave the others waiting.

@@ -1,13 +1,10 @@
 """Folding of a shard into the folded batches of each pattern of dilated attention, and the reverse, with gradients.
 
-A pattern is a segment length and a dilation r. The heads with equal ``head % r`` keep the same tokens and form a head group. A
-folded batch holds the tokens of one head group, each in a *slot*, which ``FoldedBatches`` in the core assigns. ``folded`` copies
-an array into folded batches by padding and strided views, without gather or scatter. ``mixed`` puts the results (out_i, lse_i) of
-all patterns i back into the token order of the shard, and sums the out_i with softmax weights alpha_i:
+``folded`` copies an array into the folded batches of the core's ``variants/dilated.py`` by padding and strided views, without
+gather or scatter. ``mixed`` puts the results (out_i, lse_i) of all patterns i back into the token order of the shard, and sums
+the out_i with softmax weights alpha_i, in at least float32 and in the patterns' order, as the gradients of an array are summed:
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
-
-The results out_i, and the gradients of an array, are summed over the patterns in at least float32, in the patterns' order.
 """
 
 from __future__ import annotations
