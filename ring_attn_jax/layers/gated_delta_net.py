@@ -12,9 +12,7 @@ import numpy as np
 
 from ring_attn_core.constructor import extract, takes
 from ring_attn_core.model.mixers import GatedDeltaNetConfig
-from ring_attn_core.plan.balanced_layout import BalancedLayout
 
-from ..call.traced import TracedLayout
 from ..recurrence.convolution import causal_conv
 from ..recurrence.delta_rule import gated_delta_rule
 from ..ring.halo import wide
@@ -57,28 +55,7 @@ class GatedDeltaNet(Recurrent):
         self.norm = RMSNorm(config.value_dim, config.eps, config.param_dtype)
         self.out_proj = LinearMap(inner, config.dim, False, config.param_dtype, rngs=rngs)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        length: int | None = None,
-        *,
-        extents: jax.Array | None = None,
-        layout: BalancedLayout | TracedLayout | None = None,
-    ) -> jax.Array:
-        """Apply the layer to x [b s dim], this rank's shard in layout order (with a mesh: the global array); return [b s dim].
-
-        ``length``: the global number of tokens without padding, if the shards hold padding. ``extents``: [b s 2], the shard of
-        ``document_extents``; each document begins with the state 0. ``layout``: the ``.layout`` of a balanced shard. Raise
-        ValueError if x has a wrong shape, or as :func:`gated_delta_rule` does.
-        """
-        self.check(x)
-        return self.through(x, lambda tokens, weights: self.over_ring(_over_ring, tokens, weights, length, extents, layout))
-
-    def mix(self, x: jax.Array, convolve: Inner, recur: Inner) -> jax.Array:
-        return self.through(x, lambda tokens, weights: _mix(self.config, tokens, weights, convolve, recur))
-
     def through(self, x: jax.Array, mixed: Callable[[Arrays, Arrays], jax.Array]) -> jax.Array:
-        """Return the layer's output for x [b s dim]. ``mixed(tokens, weights)``: the function between the projections."""
         config = self.config
         each = config.heads // config.key_heads  # in_proj_* hold the parts of a head of keys together
         values = each * config.value_dim
@@ -88,23 +65,23 @@ class GatedDeltaNet(Recurrent):
         out = mixed(tokens, (*self.conv1d.arrays, self.A_log[...], self.dt_bias[...]))
         return self.out_proj((self.norm(out) * jax.nn.silu(z.reshape(out.shape))).reshape(*x.shape[:2], -1))
 
+    @staticmethod
+    def _over_ring(config: GatedDeltaNetConfig, tokens: Arrays, weights: Arrays, where: Where) -> jax.Array:
+        rule = partial(gated_delta_rule, normalize=True, **where)
+        return GatedDeltaNet._mix(config, tokens, weights, partial(causal_conv, activation="silu", **where), rule)
+
+    @staticmethod
+    def _mix(config: GatedDeltaNetConfig, tokens: Arrays, weights: Arrays, convolve: Inner, recur: Inner) -> jax.Array:
+        (mixed, b, a), (taps, A_log, dt_bias) = tokens, weights
+        mixed = convolve(mixed, taps.astype(mixed.dtype))
+        q, k, v = jnp.split(mixed, np.cumsum(config.parts)[:-1], -1)
+        q, k = (x.reshape(*x.shape[:2], config.key_heads, -1) for x in (q, k))
+        g = -jnp.exp(A_log) * jax.nn.softplus(wide(a) + dt_bias)
+        v = v.reshape(*v.shape[:2], config.heads, -1)
+        return recur(q, k, v, g, jax.nn.sigmoid(b))
+
 
 def _apart(x: jax.Array, heads: int, sizes: tuple[int, ...]) -> list[jax.Array]:
     """Split [b s heads * sum(sizes)] into arrays [b s heads * size]."""
     parts = jnp.split(x.reshape(*x.shape[:2], heads, -1), np.cumsum(sizes)[:-1], -1)
     return [part.reshape(*x.shape[:2], -1) for part in parts]
-
-
-def _over_ring(config: GatedDeltaNetConfig, tokens: Arrays, weights: Arrays, where: Where) -> jax.Array:
-    rule = partial(gated_delta_rule, normalize=True, **where)
-    return _mix(config, tokens, weights, partial(causal_conv, activation="silu", **where), rule)
-
-
-def _mix(config: GatedDeltaNetConfig, tokens: Arrays, weights: Arrays, convolve: Inner, recur: Inner) -> jax.Array:
-    (mixed, b, a), (taps, A_log, dt_bias) = tokens, weights
-    mixed = convolve(mixed, taps.astype(mixed.dtype))
-    q, k, v = jnp.split(mixed, np.cumsum(config.parts)[:-1], -1)
-    q, k = (x.reshape(*x.shape[:2], config.key_heads, -1) for x in (q, k))
-    g = -jnp.exp(A_log) * jax.nn.softplus(wide(a) + dt_bias)
-    v = v.reshape(*v.shape[:2], config.heads, -1)
-    return recur(q, k, v, g, jax.nn.sigmoid(b))

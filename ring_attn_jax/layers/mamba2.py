@@ -13,9 +13,7 @@ from flax import nnx
 
 from ring_attn_core.constructor import extract, takes
 from ring_attn_core.model.mixers import Mamba2Config
-from ring_attn_core.plan.balanced_layout import BalancedLayout
 
-from ..call.traced import TracedLayout
 from ..recurrence.convolution import causal_conv
 from ..recurrence.state_space import state_space
 from ..ring.halo import wide
@@ -61,40 +59,22 @@ class Mamba2(Recurrent):
         self.D = nnx.Param(jnp.ones_like(self.A_log[...]))
         self.out_proj = LinearMap(inner, config.dim, config.bias, config.param_dtype, rngs=rngs)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        length: int | None = None,
-        *,
-        extents: jax.Array | None = None,
-        layout: BalancedLayout | TracedLayout | None = None,
-    ) -> jax.Array:
-        """Apply the layer to x [b s dim], this rank's shard in layout order (with a mesh: the global array); return [b s dim].
-        The arguments are those of :class:`GatedDeltaNet`. Raise ValueError if x has a wrong shape, or as :func:`state_space`
-        does."""
-        self.check(x)
-        return self.through(x, lambda tokens, weights: self.over_ring(_over_ring, tokens, weights, length, extents, layout))
-
-    def mix(self, x: jax.Array, convolve: Inner, recur: Inner) -> jax.Array:
-        return self.through(x, lambda tokens, weights: _mix(self.config, tokens, weights, convolve, recur))
-
     def through(self, x: jax.Array, mixed: Callable[[Arrays, Arrays], jax.Array]) -> jax.Array:
-        """Return the layer's output for x [b s dim]. ``mixed(tokens, weights)``: the function between the projections."""
         inner = self.config.heads * self.config.head_dim
         z, *tokens = jnp.split(self.in_proj(x), (inner, inner + sum(self.config.parts)), -1)
         weights = self.A_log[...], self.dt_bias[...], self.D[...], *self.conv1d.arrays
         out = mixed(tuple(tokens), weights).reshape(z.shape)
         return self.out_proj(self.norm(wide(out) * jax.nn.silu(wide(z))).astype(x.dtype))
 
+    @staticmethod
+    def _over_ring(config: Mamba2Config, tokens: Arrays, weights: Arrays, where: Where) -> jax.Array:
+        scan = lambda x, dt, A, B, C, D: state_space(x, dt, A, B, C, D=D, **where)
+        return Mamba2._mix(config, tokens, weights, partial(causal_conv, activation="silu", **where), scan)
 
-def _over_ring(config: Mamba2Config, tokens: Arrays, weights: Arrays, where: Where) -> jax.Array:
-    scan = lambda x, dt, A, B, C, D: state_space(x, dt, A, B, C, D=D, **where)
-    return _mix(config, tokens, weights, partial(causal_conv, activation="silu", **where), scan)
-
-
-def _mix(config: Mamba2Config, tokens: Arrays, weights: Arrays, convolve: Inner, recur: Inner) -> jax.Array:
-    (mixed, dt), (A_log, dt_bias, D, *taps) = tokens, weights
-    mixed = convolve(mixed, *(each.astype(mixed.dtype) for each in taps))
-    parts = zip(jnp.split(mixed, np.cumsum(config.parts)[:-1], -1), (config.heads, config.groups, config.groups), strict=True)
-    x, B, C = (part.reshape(*part.shape[:2], heads, -1) for part, heads in parts)
-    return recur(x, jax.nn.softplus(wide(dt) + dt_bias), -jnp.exp(A_log), B, C, D)
+    @staticmethod
+    def _mix(config: Mamba2Config, tokens: Arrays, weights: Arrays, convolve: Inner, recur: Inner) -> jax.Array:
+        (mixed, dt), (A_log, dt_bias, D, *taps) = tokens, weights
+        mixed = convolve(mixed, *(each.astype(mixed.dtype) for each in taps))
+        parts = zip(jnp.split(mixed, np.cumsum(config.parts)[:-1], -1), (config.heads, config.groups, config.groups), strict=True)
+        x, B, C = (part.reshape(*part.shape[:2], heads, -1) for part, heads in parts)
+        return recur(x, jax.nn.softplus(wide(dt) + dt_bias), -jnp.exp(A_log), B, C, D)

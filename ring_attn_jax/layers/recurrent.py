@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from ring_attn_core.constructor import extract
 from ring_attn_core.model.mixers import first_decays
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.releases import warn_if_untried
 
 from ..attend.tiles import accumulation_dtype
@@ -55,6 +56,9 @@ class RecurrentArguments(LayerRing):
 class Recurrent(nnx.Module):
     """The base of both layers: the ring, and the parameters ``conv1d``, ``dt_bias`` and ``A_log``."""
 
+    _over_ring: ClassVar[Mix]
+    _mix: ClassVar[Callable[..., jax.Array]]
+
     def __init__(self, arguments: RecurrentArguments, config: Any, conv_bias: bool) -> None:
         warn_if_untried("flax")
         self.config, self.ring = config, extract(LayerRing, arguments)
@@ -62,6 +66,31 @@ class Recurrent(nnx.Module):
         wide = accumulation_dtype(jnp.dtype(config.param_dtype))
         decays = {name: nnx.Param(jnp.asarray(x, wide)) for name, x in first_decays(config.heads).items()}
         self.dt_bias, self.A_log = decays["dt_bias"], decays["A_log"]
+
+    def __call__(
+        self,
+        x: jax.Array,
+        length: int | None = None,
+        *,
+        extents: jax.Array | None = None,
+        layout: BalancedLayout | TracedLayout | None = None,
+    ) -> jax.Array:
+        """Apply the layer to x [b s dim], this rank's shard in layout order (with a mesh: the global array); return [b s dim].
+
+        ``length``: the global number of tokens without padding, if the shards hold padding. ``extents``: [b s 2], the shard of
+        ``document_extents``; each document begins with the state 0. ``layout``: the ``.layout`` of a balanced shard. Raise
+        ValueError if x has a wrong shape, or as the layer's recurrence does.
+        """
+        self.check(x)
+        over = type(self)._over_ring
+        return self.through(x, lambda tokens, weights: self.over_ring(over, tokens, weights, length, extents, layout))
+
+    def mix(self, x: jax.Array, convolve: Inner, recur: Inner) -> jax.Array:
+        return self.through(x, lambda tokens, weights: type(self)._mix(self.config, tokens, weights, convolve, recur))
+
+    def through(self, x: jax.Array, mixed: Callable[[Arrays, Arrays], jax.Array]) -> jax.Array:
+        """Return the layer's output for x [b s dim]. ``mixed(tokens, weights)``: the function between the projections."""
+        raise NotImplementedError
 
     def check(self, x: jax.Array) -> None:
         """Raise ValueError if x is not [batch, tokens, dim], or without a mesh outside of a shard_map over the ring's axis."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,7 @@ from torch import Tensor
 
 from ring_attn_core.constructor import extract, takes
 from ring_attn_core.model.mixers import GatedDeltaNetConfig
-from ring_attn_core.plan.balanced_layout import BalancedLayout
 
-from ..recurrence.convolution import causal_conv
 from ..recurrence.delta_rule import gated_delta_rule
 from ..ring.halo import wide
 from .parts import LinearMap, RMSNorm
@@ -57,23 +55,9 @@ class GatedDeltaNet(Recurrent):
         self.norm = RMSNorm(config.value_dim, config.eps, config.param_dtype)
         self.out_proj = LinearMap(inner, config.dim, False, config.param_dtype)
 
-    def forward(
-        self,
-        x: Tensor,
-        length: int | None = None,
-        *,
-        extents: Tensor | None = None,
-        layout: BalancedLayout | None = None,
-    ) -> Tensor:
-        """Apply the layer to x [b s dim], this rank's shard in layout order; return [b s dim].
-
-        ``length``: the global number of tokens without padding, if the shards hold padding. ``extents``: [b s 2], the shard of
-        ``document_extents``; each document begins with the state 0. ``layout``: the ``.layout`` of a balanced shard. Raise
-        ValueError if x has a wrong shape, or as :func:`gated_delta_rule` does.
-        """
-        self.check(x)
-        where = self.where(length, extents, layout)
-        return self.mix(x, partial(causal_conv, activation="silu", **where), partial(gated_delta_rule, normalize=True, **where))
+    @staticmethod
+    def _rule(where: dict[str, Any], *arrays: Tensor) -> Tensor:
+        return gated_delta_rule(*arrays, normalize=True, **where)
 
     def mix(self, x: Tensor, convolve: Callable[..., Tensor], recur: Callable[..., Tensor]) -> Tensor:
         config = self.config

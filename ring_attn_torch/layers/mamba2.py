@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from ring_attn_core.constructor import extract, takes
 from ring_attn_core.model.mixers import Mamba2Config
-from ring_attn_core.plan.balanced_layout import BalancedLayout
 
-from ..recurrence.convolution import causal_conv
 from ..recurrence.state_space import state_space
 from ..ring.halo import wide
 from .parts import LinearMap, RMSNorm
@@ -59,20 +57,9 @@ class Mamba2(Recurrent):
         self.D = nn.Parameter(torch.ones_like(self.A_log))
         self.out_proj = LinearMap(inner, config.dim, config.bias, config.param_dtype)
 
-    def forward(
-        self,
-        x: Tensor,
-        length: int | None = None,
-        *,
-        extents: Tensor | None = None,
-        layout: BalancedLayout | None = None,
-    ) -> Tensor:
-        """Apply the layer to x [b s dim], this rank's shard in layout order; return [b s dim]. The arguments are those of
-        :class:`GatedDeltaNet`. Raise ValueError if x has a wrong shape, or as :func:`state_space` does."""
-        self.check(x)
-        where = self.where(length, extents, layout)
-        scan = lambda x, dt, A, B, C, D: state_space(x, dt, A, B, C, D=D, **where)
-        return self.mix(x, partial(causal_conv, activation="silu", **where), scan)
+    @staticmethod
+    def _rule(where: dict[str, Any], *arrays: Tensor) -> Tensor:
+        return state_space(*arrays[:5], D=arrays[5], **where)
 
     def mix(self, x: Tensor, convolve: Callable[..., Tensor], recur: Callable[..., Tensor]) -> Tensor:
         config = self.config

@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from ring_attn_core.plan.balanced_layout import BalancedLayout
 
 from ..attend.tiles import accumulation_dtype
 from ..call.prepare import dtype_name
+from ..recurrence.convolution import causal_conv
 from ..ring.agreement import same_error
 from ..ring.groups import ring_of
 from .ring import LayerRing
@@ -40,6 +42,9 @@ class RecurrentArguments(LayerRing):
 class Recurrent(nn.Module):
     """The base of both layers: the ring, and the parameters ``conv1d``, ``dt_bias`` and ``A_log``."""
 
+    _rule: ClassVar[Callable[..., Tensor]]
+    """The recurrence over a ring, of ``where`` and its arrays in their order."""
+
     def __init__(self, arguments: RecurrentArguments, config: Any, conv_bias: bool) -> None:
         super().__init__()
         self.config, self.ring = config, extract(LayerRing, arguments)
@@ -47,6 +52,24 @@ class Recurrent(nn.Module):
         wide = accumulation_dtype(getattr(torch, config.param_dtype))
         decays = {name: nn.Parameter(torch.tensor(x, dtype=wide)) for name, x in first_decays(config.heads).items()}
         self.dt_bias, self.A_log = decays["dt_bias"], decays["A_log"]
+
+    def forward(
+        self,
+        x: Tensor,
+        length: int | None = None,
+        *,
+        extents: Tensor | None = None,
+        layout: BalancedLayout | None = None,
+    ) -> Tensor:
+        """Apply the layer to x [b s dim], this rank's shard in layout order; return [b s dim].
+
+        ``length``: the global number of tokens without padding, if the shards hold padding. ``extents``: [b s 2], the shard of
+        ``document_extents``; each document begins with the state 0. ``layout``: the ``.layout`` of a balanced shard. Raise
+        ValueError if x has a wrong shape, or as the layer's recurrence does.
+        """
+        self.check(x)
+        where = self.where(length, extents, layout)
+        return self.mix(x, partial(causal_conv, activation="silu", **where), partial(type(self)._rule, where))
 
     def check(self, x: Tensor) -> None:
         if x.ndim != 3 or x.shape[-1] != self.config.dim:
