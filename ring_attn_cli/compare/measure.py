@@ -64,8 +64,8 @@ def largest_difference(got: np.ndarray, exact: np.ndarray) -> float:
 
 
 def largest_ulps(got: np.ndarray, exact: np.ndarray, dtype: str) -> float:
-    """Return the largest |got - exact| / ulp, with the ulp of the exact entry in ``dtype``, or of the root mean square if larger:
-    cancellation can leave a small entry with the rounding error of large terms."""
+    """Return the largest |got - exact| / ulp, with the ulp of the exact entry or, if larger, of the root mean square.
+    Cancellation can leave a small entry with the rounding error of large terms."""
     difference, exact = _differences(got, exact)
     fraction, least = DIGITS[dtype]
     finite = np.where(np.isfinite(exact), np.abs(exact), 0)

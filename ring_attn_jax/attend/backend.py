@@ -22,8 +22,8 @@ class Backend(Protocol):
     """True if k and v may stay two arrays when no keys travel between ranks."""
 
     def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
-        """Merge attention to the visible keys into ``total`` (None before the first step), and return the new state, in float32
-        (float64 for float64 inputs); after the ``last`` step ``out`` is in q's dtype."""
+        """Merge attention to the visible keys into ``total`` (None before the first step), and return the new state.
+        It is float32 (float64 for float64 inputs); after the ``last`` step ``out`` is in q's dtype."""
         ...
 
     def backward_inputs(
@@ -37,9 +37,8 @@ class Backend(Protocol):
     def attend_backward(
         self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, arrived: Arrived, last: bool
     ) -> tuple[jax.Array, Gradients]:
-        """Add the contribution of ``keys`` to ``dq`` (None before the first step), and dk and dv to what ``arrived()`` returns:
-        their gradients from other ranks' queries, or None. Return both, in float32 (float64 for float64 inputs) until
-        complete."""
+        """Add the contribution of ``keys`` to ``dq`` (None before the first step), and dk and dv to what ``arrived()`` returns.
+        These are their gradients from other ranks' queries, or None. Until complete, all are float32 (float64 if inputs are)."""
         ...
 
 

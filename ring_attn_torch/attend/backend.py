@@ -24,8 +24,8 @@ class Backend(Protocol):
     """True if k and v may stay two arrays when no keys travel between ranks."""
 
     def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
-        """Merge attention to the visible keys into ``total`` (None before the first step), and return the new state, in float32
-        (float64 for float64 inputs); after the ``last`` step ``out`` is in q's dtype."""
+        """Merge attention to the visible keys into ``total`` (None before the first step), and return the new state.
+        It is float32 (float64 for float64 inputs); after the ``last`` step ``out`` is in q's dtype."""
         ...
 
     def backward_inputs(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
@@ -39,9 +39,8 @@ class Backend(Protocol):
     def attend_backward(
         self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor | None, arrived: Arrived, last: bool
     ) -> tuple[Tensor, Gradients]:
-        """Add the contribution of ``keys`` to ``dq`` (None before the first step), and dk and dv to what ``arrived()`` returns:
-        their gradients from other ranks' queries, or None. Return both, in float32 (float64 for float64 inputs) until
-        complete."""
+        """Add the contribution of ``keys`` to ``dq`` (None before the first step), and dk and dv to what ``arrived()`` returns.
+        These are their gradients from other ranks' queries, or None. Until complete, all are float32 (float64 if inputs are)."""
         ...
 
 

@@ -116,7 +116,7 @@ class _Visibility(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The online-softmax state of one batch row, with a row for each pair of a query and a query head of each of the g kv heads.
+    """The online-softmax state of one batch row: a row for each query and each query head of the g kv heads.
     ``top``, ``total`` [g, rows]: row max, sum of exp(s - top). ``acc`` [g, rows, e]: sum of exp(s - top) v."""
 
     top: Tensor

@@ -26,8 +26,8 @@ from .step import CachedRequests, DecodeStep, appended, known_rows, prefilled
 
 
 class LayerPart(NamedTuple):
-    """One layer's k, v and token positions on this rank, as arguments of ``tree_attention_decode``: k, v [batch, slots, kv_heads,
-    dim], ``k_positions`` int32 [batch, slots] (-1: empty slot), scales of float8 [kv_heads]."""
+    """One layer's k, v and token positions on this rank, as arguments of ``tree_attention_decode``.
+    k, v: [batch, slots, kv_heads, dim]. ``k_positions``: int32 [batch, slots], -1: empty slot. Scales of float8: [kv_heads]."""
 
     k: Tensor
     v: Tensor
