@@ -82,7 +82,9 @@ def described(arrays: dict[str, Any]) -> tuple[OptionalArray, ...]:
 
 def vary_alike(axes: tuple[str, ...], *trees: *Trees) -> tuple[*Trees]:
     """Mark all arrays as varying over ``axes`` and over each mesh axis that any of them varies over.
-    Call this before the custom_vjp. Then JAX sums an array's gradient over the axes on which the array was replicated."""
+
+    Call this before the custom_vjp. Then JAX sums an array's gradient over the axes on which the array was replicated.
+    """
     union = frozenset().union(*(axes_of(x) for x in (*jax.tree.leaves(trees), *map(lax.axis_index, axes))))
     vary = lambda x: lax.pcast(x, tuple(sorted(union - axes_of(x))), to="varying") if union - axes_of(x) else x
     return jax.tree.map(vary, trees)
@@ -160,8 +162,10 @@ def on_explicit_axes(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
 
 def on_auto_axes(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
     """Wrap ``function`` so that the caller's Explicit mesh axes are Auto inside it. ``out_specs``: the sharding of the results.
+
     Otherwise a loop whose carry starts as new zeros fails, because a step returns a carry of another type. The wrapper is jitted,
-    because outside jit a shard_map evaluates one operation at a time."""
+    because outside jit a shard_map evaluates one operation at a time.
+    """
     explicit = explicit_axes()
     if not explicit:
         return function

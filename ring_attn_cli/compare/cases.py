@@ -26,11 +26,13 @@ DEVICES = "cpu", "gpu"
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One attention problem over global sequences; each field is one value of an option of ``ring-attn compare``.
+
     ``scale``: None means ``head_dim ** -0.5``. ``sinks``: True adds random sinks. ``alibi``: True adds ALiBi slopes.
     ``key_mask``: True masks each key with probability 1/5. ``documents``: number of documents of random lengths that are packed
     into each row; 0 for none. ``segments``, ``dilations`` and ``mixing`` belong to dilated attention; ``block``, ``summaries``
     and ``window`` to summary attention. The variants, which are the implementations that ``ring-attn compare`` runs, check these
-    six fields and ``backend`` later. Raise ValueError if a value of any other field is invalid."""
+    six fields and ``backend`` later. Raise ValueError if a value of any other field is invalid.
+    """
 
     length: int = 512
     heads: int = 4

@@ -30,7 +30,9 @@ DRAWN = 8
 
 @dataclass(frozen=True)
 class Leak:
-    """A move of ``array`` at ``token``, by ``largest``, although the mask hides the change. ``changed``: None for the padding."""
+    """An array that moved at ``token`` although it must not, by ``largest``, when the ``kind`` of ``changed`` changed.
+    ``changed``: a token, None for the padding. ``ranks``: those that hold ``changed`` (or None) and ``token``. ``tokens``: how
+    many moved so."""
 
     kind: str
     changed: int | None

@@ -25,7 +25,9 @@ VOCAB, DEPTH = 61, 2
 
 @dataclass(frozen=True)
 class GlobalArrays:
-    """Global arrays in natural order, by argument name. ``leaves`` are differentiated. ``cotangents``: by result, as "out"."""
+    """Global arrays in the natural order of tokens, by the argument names of a variant's function.
+    ``leaves``: names of the differentiated arrays; the gradient of x is named dx. ``cotangents``: by the name of the result, such
+    as "out"."""
 
     arrays: Arrays
     leaves: tuple[str, ...]

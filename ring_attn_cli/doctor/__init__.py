@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BackendFitness:
-    """A backend's ``objection`` to a problem, or ``drawback`` for "auto". ``taken``: passes; ``left``: why not all."""
+    """One backend's fitness for a problem.
+    ``objection``: why it cannot solve it. ``drawback``: why "auto" never takes it. ``taken``: the passes for which "auto" takes
+    it. ``left``: why "auto" takes it for the forward only."""
 
     backend: str
     objection: str | None

@@ -20,7 +20,9 @@ SAMPLING = "temperature", "top_k", "top_p", "seed"
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings:
-    """The options of ``ring-attn generate``, by name. An empty ``stop``: ``eos_token_id`` of a Hugging Face config."""
+    """The options of ``ring-attn generate``, by their names on the command line.
+    Text, tokenizer and weights are checked later, by the functions that read them. An empty ``stop``: ``eos_token_id`` of a
+    Hugging Face config."""
 
     weights: Path
     prompt: str | None = None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """The speed of one rank and of its links, in seconds and bytes.
+
     ``forward_rate``, ``backward_rate``: operations per second of attention on long shards, with a head dim of 128 and elements of
     2 bytes. A visible pair takes 4 operations per head and dim forward, 10 backward. ``forward_step``, ``backward_step``: time of
     a step without its matrix products, for each (query, head) pair that sees a key, with a head dim of 128. ``forward_state``:
@@ -17,7 +18,8 @@ class Machine:
     ``host_...``: the host's time to start a step, a transfer or a copy; ``host_push_...``: a step with transfers and flags.
     ``copies``: bytes per second moved in a rank's memory. ``peer``, ``peer_latency``: the copy engine's rate from another GPU of
     the host, and its time before the first byte. ``contention``: a kernel takes longer by this fraction of its overlap with a
-    transfer, because NCCL's kernels occupy multiprocessors."""
+    transfer, because NCCL's kernels occupy multiprocessors.
+    """
 
     name: str
     forward_rate: float

@@ -196,8 +196,9 @@ def _draw(
 
 
 def _strips(plan: PackedPlan, width: int, what: str) -> list[Text]:
-    """Draw the positions as text lines of equal cells: the parts, below them the ranks, and a legend. A cell shows the letter of
-    the part that fills more than half of it, else ".", and the rank with most of its tokens; "/" marks padding."""
+    """Draw the positions as text lines of equal cells: the parts, below them the ranks, and a legend.
+    A cell shows the letter of the part that fills more than half of it, else ".", and the rank with most of its tokens; "/"
+    marks padding."""
     axis = Axis.cut(plan.runs, plan.seq_local * len(plan.runs), max(width - 28, width // 2))
     block, starts = axis.block, list(accumulate(plan.parts, initial=0))
     letters, ranks = Text(f"{what:<10}"), Text("ranks     ")

@@ -86,7 +86,9 @@ def differences(before: dict[str, Any], now: dict[str, Any], table: str = "") ->
 
 @contextmanager
 def hold(config: Config, first: bool = True, share: Callable[[str], str] = str) -> Iterator[None]:
-    """Lock the run's folder until the block ends, in the ``first`` process. ``share``: returns its text in each process."""
+    """Lock the folder of a run until the block ends, because a second run would overwrite its files.
+    ``first``: True in the one process that locks. ``share``: returns the first process's text in each process. The system
+    releases the lock of a killed process; on a file system without locks nothing keeps other runs out."""
     lock, objection, out = None, "", Path(config.out)
     if first:
         try:

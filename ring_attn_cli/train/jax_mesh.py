@@ -28,7 +28,9 @@ def make_mesh(config: Config) -> Mesh:
 
 
 def weight_shardings(state: Any, mesh: Mesh, sharded: bool) -> Any:
-    """Return ``state`` with shardings for arrays: over all axes along the first dimension that divides, else replicated."""
+    """Return the tree ``state`` with each array replaced by its sharding; replicated unless ``sharded``.
+    ``sharded``: over all axes, along the first dimension that is a multiple of the devices; an array without one is
+    replicated."""
 
     def shard(x: Any) -> NamedSharding:
         divided = [i for i, size in enumerate(x.shape) if sharded and size and size % mesh.size == 0]

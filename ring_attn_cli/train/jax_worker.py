@@ -93,7 +93,9 @@ class Stack(NamedTuple):
 
 
 class StaticArguments(NamedTuple):
-    """The static arguments of a compiled function. ``chunk``: tokens whose logits a rank holds at a time."""
+    """The static arguments of a compiled function.
+    ``sharded``: weights are sharded over all devices. ``chunk``: tokens whose logits a rank holds at a time. ``order``: of sums
+    over tokens. ``length``: tokens of a row. ``rows``: rows of a microbatch."""
 
     mesh: Mesh
     sharded: bool

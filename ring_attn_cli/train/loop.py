@@ -94,7 +94,8 @@ Tell = Callable[[str, dict[str, Any]], None]
 
 
 def train(config: Config, trainer: Trainer, tell: Tell) -> None:
-    """Train from the newest checkpoint, if any, to the last step; evaluate, save and log as configured."""
+    """Train from the newest checkpoint, if there is one, to the last step; evaluate, save and log as configured.
+    The process in which ``trainer.first`` is True writes the log, and passes each line to ``tell``."""
     trainer.open()
     progress = trainer.resume()
     begin = progress.step if progress else 0
@@ -176,7 +177,9 @@ def speed(config: Config, trainer: Trainer, seconds: float) -> dict[str, Any]:
 
 
 class Log:
-    """A writer of ``log.jsonl`` and TensorBoard's events. Old lines after step ``begin`` are dropped."""
+    """A writer of ``log.jsonl`` and of TensorBoard's events, which shows each line by ``tell``.
+    ``begin``: the resumed step, or 0. Old lines after it are dropped; the others go to a new file, which is renamed over the
+    log."""
 
     def __init__(self, path: Path, begin: int, tell: Tell) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -94,7 +94,8 @@ def check_layer(spec: CacheSpec, layer: Any) -> None:
 
 
 def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> None:
-    """Raise ValueError if new k and v do not fit the cache. ``tokens``: (requests, tokens of each)."""
+    """Raise ValueError if the shapes or dtypes of new k and v do not fit the cache, or if the two dtypes differ.
+    ``tokens``: (requests, new tokens of each). A float8 cache takes any of ``DTYPES`` except float8."""
     sizes = spec.sizes
     for name, shape, dim in (("k", shapes[0], sizes.head_dim), ("v", shapes[1], sizes.v_dim)):
         expected = (*tokens, sizes.kv_heads, dim)
@@ -180,7 +181,9 @@ def check_no_states(spec: CacheSpec) -> None:
 
 
 def grown(spec: CacheSpec, counts: Sequence[Sequence[int]], tokens: Any) -> CacheSpec:
-    """Return the spec with whole pages of slots for ``tokens`` more tokens of each request, shared evenly by the ranks."""
+    """Return the spec of a cache with enough slots for ``tokens`` more tokens of each request, shared evenly by the ranks.
+    ``counts`` [requests][ranks]: cached tokens. A rank gets the largest count plus ``tokens / ranks`` slots per request, in whole
+    pages, and never fewer than before."""
     if spec.page is None:
         raise ValueError("this cache has a fixed capacity: make it with page=, the tokens of a page, to let it grow")
     if not is_integer(tokens) or tokens < 0:

@@ -30,9 +30,11 @@ class ArrayOps(NamedTuple):
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepArrays:
     """The new tokens of a step, and the arrays of the cache after it; ``KVCache.advance`` stores these arrays in the cache.
+
     Without ``layout`` every rank computes the same ``tokens`` tokens of each request. With it, each request has a chunk of at
     most ``length`` tokens, and each rank computes a shard of ``tokens`` tokens of the padded chunk. The first ``chunk[i]`` tokens
-    of request i's chunk are new; the rest is padding."""
+    of request i's chunk are new; the rest is padding.
+    """
 
     positions: Any
     """The positions of the tokens whose q, k and v this rank computes, int32 [requests, tokens]; -1 for padding."""

@@ -59,9 +59,11 @@ class DenseMaskArguments(NamedTuple):
 
 class Hulls:
     """The hulls of a dense mask that is read in blocks of queries.
+
     ``extents``: int32 [rows, queries, 2], the tightest interval around the keys that each query sees; [0, 0) if it sees none.
     ``key_extents``: int32 [rows, keys, 2], the tightest interval around the queries that see each key; [0, 0) if none sees it.
-    ``counts``: int64 [rows, queries], the number of keys that each query sees."""
+    ``counts``: int64 [rows, queries], the number of keys that each query sees.
+    """
 
     bands_first = False
     """True to try a band with a key mask before extents."""

@@ -71,7 +71,8 @@ class PackedRows:
 
 
 def shuffled(count: int, *key: int | str) -> list[int]:
-    """Return a permutation of ``count`` by ``key``: it sorts ``random()``, which Python keeps stable, unlike ``shuffle``."""
+    """Return a permutation of 0 to ``count - 1`` determined by ``key``, the same in each process and Python version.
+    Python guarantees this for ``random()``, but not for ``random.shuffle``: sort the indices by drawn numbers."""
     draw = random.Random("/".join(map(str, key))).random
     drawn = [draw() for _ in range(count)]
     return sorted(range(count), key=drawn.__getitem__)

@@ -24,7 +24,9 @@ AGAIN = (
 
 
 def where_held(extents: Any, runs: Iterable[tuple[int, int, int, int]], first: int) -> tuple[bool, bool]:
-    """Return whether nonempty extents [rows, tokens, 2] contain their tokens, in the layout ``runs`` and in natural order."""
+    """Return whether a rank's nonempty extents contain their tokens' positions, in the layout and in natural order.
+    ``extents`` [rows, tokens, 2] of NumPy. ``runs``: (base, length, start, stride). ``first``: position of the first token in
+    natural order."""
     found = []
     for base, length, start, stride in runs:
         begin, end = extents[:, base : base + length, 0], extents[:, base : base + length, 1]

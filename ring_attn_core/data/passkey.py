@@ -34,7 +34,8 @@ def shortest(digits: int = 5) -> int:
 
 
 def passkey(length: int, seed: int | str = 0, digits: int = 5) -> Passkey:
-    """Return ``length`` bytes of filler that hide a number at a random depth, then the question (arXiv:2305.16300)."""
+    """Return a text of ``length`` bytes that hides a number of ``digits`` digits at a uniformly random depth.
+    As in arXiv:2305.16300 it is filler, number, filler, question, number. Equal arguments give equal texts on any machine."""
     for name, value, least in (("digits", digits, 1), ("length", length, shortest(digits) if is_integer(digits) else 1)):
         if not is_integer(value) or value < least:
             raise ValueError(f"{name} of a passkey must be an int of at least {least}, got {in_words(value)}")

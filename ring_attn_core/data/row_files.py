@@ -101,7 +101,9 @@ def _without(where: str, column: str, names: Any) -> ValueError:
 
 
 def _of_arrow(file: File, columns: Sequence[str], content: Any, what: str = "texts") -> Iterator[tuple[int, Any]]:
-    """Yield number and ``columns`` of each row of a Parquet or Arrow file; only the first must exist. Update ``content``."""
+    """Yield the number of each row of a Parquet or Arrow file, from 1, and its values in ``columns``.
+    Only the first column must exist. ``what``: "texts" if it must hold strings, any other noun if lists. Update the hash
+    ``content``."""
     try:
         import pyarrow as pa  # type: ignore[import-not-found]  # optional
     except ModuleNotFoundError as missing:

@@ -31,7 +31,8 @@ def check_arguments(
 def make_layout(
     layout: str | BalancedLayout, ranks: int, length: int, tree: tuple[Any, Any] | None, read_owner: Callable[[], Any]
 ) -> str | BalancedLayout:
-    """Return ``layout``, or what "balanced" means for a batch. ``read_owner``: returns document ids [batch, length], or None."""
+    """Return ``layout``, or the layout that "balanced" means for a batch of ``length`` tokens.
+    ``read_owner``: returns the document id of each token as a NumPy array [batch, length], or None if the values are unknown."""
     if layout != "balanced":
         return layout
     if tree is not None:

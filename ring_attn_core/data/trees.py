@@ -86,7 +86,9 @@ def tree_extents(parents: Any, lengths: Any, tokens: int | None = None) -> TreeE
 
 
 def batch_of_trees(tree: Any, batch: int, tokens: int) -> tuple[Any, Any, Any]:
-    """Return int32 key extents [batch, tokens, 2], path positions and segment indices [batch, tokens], -1 in padding."""
+    """Return each token's key extent [batch, tokens, 2], path position [batch, tokens] and segment index [batch, tokens].
+    All are int32 numpy arrays; the segment index is -1 in padding. ``tree``: (parents, lengths) for all rows, or for one if all
+    are alike."""
     pair = _listed(tree)
     if pair is None or len(pair) != 2:
         raise ValueError(
@@ -109,8 +111,9 @@ def longest_path(trees: Iterable[Tree]) -> int:
 
 
 def tree_objection(mask: Band, key_extents: bool, longest: Any, alibi: bool, of_path: bool) -> str | None:
-    """Return why a layer cannot attend over a tree with :func:`causal` in place of ``mask``, or None. ``of_path``: False without
-    positions for a rotary embedding."""
+    """Return the reason why a layer cannot attend over the key extents of a tree, or None if it can.
+    The layer replaces ``mask`` by :func:`causal`, so a mask that hides an ancestor is a reason. ``longest``: tokens of the
+    longest path, if passed. ``of_path``: False if the layer has a rotary embedding and no positions were passed."""
     if longest is None:
         counting = "ALiBi slopes" if alibi else "a window" if mask.hi is not None or (mask.lo or 0) > 0 else None
         if not key_extents or counting is None:

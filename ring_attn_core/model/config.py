@@ -47,9 +47,11 @@ class AttentionFields:
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(AttentionFields):
     """The config of a RingAttention: all arguments except ``rngs`` and those that choose the ring and how attention runs on it.
+
     ``kv_heads=None`` becomes ``heads``, and ``head_dim=None`` becomes ``dim / heads``. ``rotary=None`` becomes
     ``Rotary(rotary_base)``, or stays None if ``rotary_base`` is None too. ``param_dtype``: the name of a dtype. Raise ValueError
-    if sizes do not fit together or a value is invalid."""
+    if sizes do not fit together or a value is invalid.
+    """
 
     dim: int
     heads: int

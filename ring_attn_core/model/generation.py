@@ -117,8 +117,9 @@ class Generation:
 
 
 def answers(loop: Any, generation: Generation, on_token: OnToken | None) -> list[list[int]]:
-    """Run a package's decode loop. ``loop.read()`` returns a function for the newest tokens; ``step()`` comes before it if
-    ``ahead``."""
+    """Run a package's decode loop. Return the new tokens of each request; ``on_token(request, token)`` is called for each.
+    ``loop``: ``read()`` returns a function that returns the newest tokens, ``step()`` draws the next, before the newest are read
+    if ``ahead``."""
     stop, most = frozenset(generation.stop), max(generation.new)
     tokens: list[list[int]] = [[] for _ in generation.prompts]
     unfinished = set(range(len(tokens)))

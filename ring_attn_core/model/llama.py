@@ -1,4 +1,7 @@
-"""Conversion between Hugging Face configs (dicts) of Llama, Mistral, Qwen2 and Qwen3 and the equivalent TransformerConfig."""
+"""Conversion between Hugging Face configs of Llama, Mistral, Qwen2 and Qwen3 and the equivalent TransformerConfig.
+
+A Hugging Face config is a dict, as in config.json. Its keys that ``llama.py`` does not name are ignored.
+"""
 
 from __future__ import annotations
 

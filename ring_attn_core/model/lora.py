@@ -32,9 +32,11 @@ FILES = ADAPTERS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
     """The adapters of a model: their rank, their scale ``alpha / rank``, and the projections that have an adapter in every block.
+
     If ``alpha`` is None, it becomes ``rank``, so that the scale is 1. ``targets``: the projections, as names in ``TARGETS``. They
     are stored without duplicates, in the order of ``TARGETS``. Raise ValueError if ``rank`` is not an int of at least 1,
-    ``alpha`` is not a finite number above 0, or ``targets`` is not a list or tuple of such names or is empty."""
+    ``alpha`` is not a finite number above 0, or ``targets`` is not a list or tuple of such names or is empty.
+    """
 
     rank: int = 8
     alpha: float = None  # type: ignore[assignment]  # filled in below, a float from then on
@@ -92,7 +94,9 @@ def write_adapters(
     base: str | None,
     save_file: Callable[[dict[str, Any], Path], None],
 ) -> None:
-    """Write adapters, (A, B) by projection, for peft. ``base``: the base model's name. ``save_file``: that of safetensors."""
+    """Write the adapters of a model into a folder that peft loads onto the base model in transformers.
+    ``adapters``: (A, B) by projection. ``base``: folder or name of the base model. ``save_file``: that of safetensors for the
+    framework."""
     arrays = {}
     for name, (a, b) in adapters.items():
         theirs = "base_model.model." + llama_name(f"{name}.weight").removesuffix(".weight")

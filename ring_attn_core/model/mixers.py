@@ -105,7 +105,9 @@ def _check_divides(name: str, size: int, heads: int) -> None:
 
 def first_decays(heads: int) -> dict[str, list[float]]:
     """Return the first ``A_log`` and ``dt_bias`` of each head, as in Mamba-2, but evenly spaced instead of drawn.
-    A is 1 to 16, and softplus(dt_bias) 0.001 to 0.1 on a log scale, so a head's state loses 0.1 % to 80 % at a token."""
+
+    A is 1 to 16, and softplus(dt_bias) 0.001 to 0.1 on a log scale, so a head's state loses 0.1 % to 80 % at a token.
+    """
     at = [i / max(1, heads - 1) for i in range(heads)]
     steps = [0.001 * 100**x for x in at]
     return {"A_log": [math.log(1 + 15 * x) for x in at], "dt_bias": [x + math.log(-math.expm1(-x)) for x in steps]}

@@ -11,9 +11,11 @@ from ..validation import in_words
 @dataclass(frozen=True, kw_only=True)
 class Published:
     """Fields of a Hugging Face config for programs that use the model, under Hugging Face's names. None: the field is not set.
+
     ``max_position_embeddings``: the longest sequence, in tokens, that such programs should allow. ``bos_token_id``,
     ``eos_token_id``, ``pad_token_id``: ids of special tokens; ``eos_token_id`` may be several ids in a list or tuple. Raise
-    ValueError if any of these values is neither an int nor None, or ``max_position_embeddings`` is below 1."""
+    ValueError if any of these values is neither an int nor None, or ``max_position_embeddings`` is below 1.
+    """
 
     max_position_embeddings: int | None = None
     bos_token_id: int | None = None

@@ -29,7 +29,9 @@ PLAIN = "a number, str, bool, None, mask, Run or numpy array"
 
 
 class Replica(NamedTuple):
-    """A replica of a value. ``kind``: type, dtype and shape; ``content``: value or digest, equal in replicas of a ``part``."""
+    """A description of one replica of a named value.
+    ``owner``: its holder, such as ("rank", 2). ``kind``: type, dtype and shape; equal in all replicas. ``part``: the shard's
+    name, or "". ``content``: the value or a digest; equal in all replicas with equal ``part``."""
 
     owner: tuple[str, int]
     kind: str

@@ -221,7 +221,8 @@ def attention_factor(rotary: Rotary) -> float:
 
 
 def _ramp(scaling: YaRN, head_dim: int, base: float) -> tuple[float, float]:
-    """Return (low, high): the pairs that rotate ``fast`` and ``slow`` times in the original context; ``truncate`` rounds."""
+    """Return (low, high): the pair indices i at which a pair rotates ``fast`` and ``slow`` times in the original context.
+    ``truncate`` rounds them outwards. low is at least 0, and high at most head_dim - 1."""
     turning = lambda times: head_dim * log(scaling.original / (times * 2 * pi)) / (2 * log(base))
     low, high = turning(scaling.fast), turning(scaling.slow)
     if scaling.truncate:

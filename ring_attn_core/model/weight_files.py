@@ -129,7 +129,9 @@ def resolved(folder: str | Path) -> Path:
 def sources(
     held: WeightFolder, expected: Mapping[str, tuple[int, ...]], renamed: Callable[[str], str], ignored: Iterable[str] = ()
 ) -> dict[Path, dict[str, str]]:
-    """Return for each file the weights' names {in the model: in the file}. ``expected``: shapes. ``ignored``: patterns."""
+    """Return, for each file with weights of the model, a dict from weight names in the model to weight names in the file.
+    ``expected``: shapes by name in the model. ``renamed``: maps these names to the files'. ``ignored``: patterns of names in the
+    files."""
     listed = set[str]().union(*(each.promised or () for each in held.files.values()))
     found: dict[str, tuple[Path, tuple[int, ...], str]] = {}
     for file, each in held.files.items():

@@ -19,10 +19,12 @@ from .documents import united
 @dataclass(frozen=True)
 class BalancedLayout:
     """The token positions of each rank as plain data. :func:`balanced_layout` computes them.
+
     ``runs``: for each rank its runs of consecutive positions as (start, length), in the order of its shard; the lengths add up
     to ``seq_local``. ``length``: number of tokens without padding; positions from ``length`` on are padding. ``documents``: the
     lengths of the documents that the layout was made for, one tuple for each batch row; empty if unknown. ``tree``: True if it
-    was made for prefix trees."""
+    was made for prefix trees.
+    """
 
     runs: tuple[tuple[tuple[int, int], ...], ...]
     length: int

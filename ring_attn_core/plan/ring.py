@@ -171,7 +171,9 @@ class RingPlan:
     @property
     def band_of_one_run(self) -> Band | None:
         """Return ``band`` if the layout is balanced, else None.
-        If it is not None, ``attend/one_run.py`` converts each step so that the kernels get shards of one run."""
+
+        If it is not None, ``attend/one_run.py`` converts each step so that the kernels get shards of one run.
+        """
         return self.band if isinstance(self.layout, BalancedLayout) else None
 
     def rows(self, rank: int, shift: int) -> Rows:
@@ -240,7 +242,9 @@ class RingPlan:
     @cached_property
     def by_counter(self) -> bool:
         """Return whether the positions of each run have stride 1 and start at a multiple of ``dropout.SPAN``, which is 16.
-        Then one GPU thread holds all 8 probabilities that share a Philox counter, and calls Philox once (``dropout.py``)."""
+
+        Then one GPU thread holds all 8 probabilities that share a Philox counter, and calls Philox once (``dropout.py``).
+        """
         return all(not start % SPAN and stride == 1 for runs in self.q_runs + self.k_runs for _, _, start, stride in runs)
 
     @cached_property
@@ -258,7 +262,9 @@ class RingPlan:
     @property
     def ways(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return two tuples: the shifts of keys that go forward round the ring, and of keys that go backward, nearest first.
-        Keys take the shorter direction, or go forward if both are equally long. Shift 0 is in neither tuple."""
+
+        Keys take the shorter direction, or go forward if both are equally long. Shift 0 is in neither tuple.
+        """
         near = tuple(shift for shift in self.shifts[1:] if 2 * shift <= self.ranks)
         return near, self.shifts[: len(near) : -1]
 

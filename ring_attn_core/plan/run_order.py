@@ -24,9 +24,11 @@ from .ring import RingPlan, Runs
 
 class Halo(NamedTuple):
     """The exchange of the ``width`` tokens before each run. A rank has ``places = runs * width``; -1 stands for no token.
+
     ``tails`` [ranks][places]: the index in its shard of each token that a rank sends, the last ``width`` of each run. ``sources``
     [ranks][places]: where each token of its halos lies among the places of all ranks. ``readers`` [ranks][turns][places]: the
-    halos that read each sent token, in order."""
+    halos that read each sent token, in order.
+    """
 
     tails: tuple[tuple[int, ...], ...]
     sources: tuple[tuple[int, ...], ...]
@@ -36,8 +38,10 @@ class Halo(NamedTuple):
 @dataclass(frozen=True)
 class RunOrder:
     """The order of the runs of one layout. ``runs``: for each rank its runs (base, length, start), without padding.
+
     ``base``: the first token's index in the shard; ``start``: its position. ``documents``: for each batch row the lengths of the
-    documents that a balanced layout was made for, or empty: then any run may continue the document of the run before it."""
+    documents that a balanced layout was made for, or empty: then any run may continue the document of the run before it.
+    """
 
     runs: tuple[tuple[tuple[int, int, int], ...], ...]
     documents: tuple[tuple[int, ...], ...] = ()

@@ -32,9 +32,11 @@ class Ulysses:
 
 class HeadSplit(NamedTuple):
     """The split of query heads and key heads among the ``ranks`` ranks of a Ulysses group.
+
     Each received copy of a key head serves gcd(heads / kv_heads, heads / ranks) query heads; a rank may get several copies of
     one. Example: 6 query heads, 3 key heads, 2 ranks. Query heads 0, 1 read key head 0, and so on. Rank 0 computes query heads 0,
-    1, 2 and receives key heads 0, 0, 1; rank 1 computes 3, 4, 5 and receives 1, 2, 2. ``k_local`` is 3 and ``copies`` is 2."""
+    1, 2 and receives key heads 0, 0, 1; rank 1 computes 3, 4, 5 and receives 1, 2, 2. ``k_local`` is 3 and ``copies`` is 2.
+    """
 
     heads: int
     kv_heads: int

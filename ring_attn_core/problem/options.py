@@ -25,9 +25,11 @@ NO_COUNT = 2**62
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of one call of ``ring_attention`` or ``attend_block``: its arguments except arrays, ring and position runs.
+
     ``steps`` is not public: dilated attention skips shifts at which no query sees a key. ``v_dim``: None if v is an array;
     otherwise the values are the first ``v_dim`` columns of k, and only k travels. ``dropout_offset``: global indices of the
-    first batch row and of the first head; -1 for an array on a device, whose value the host does not read."""
+    first batch row and of the first head; -1 for an array on a device, whose value the host does not read.
+    """
 
     layout: str | BalancedLayout = "zigzag"
     mask: Band = field(default_factory=causal)

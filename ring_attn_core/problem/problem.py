@@ -19,11 +19,13 @@ from .strategies import IN_GLOBAL_ORDER, Strategy, check_device, check_fit, chos
 @dataclass(frozen=True)
 class Problem:
     """One call of ``ring_attention`` on one rank, as hashable data without arrays.
+
     Shapes describe the rank's shards: q ``[batch, seq_local, heads, head_dim]``, k ``[batch, kv_local, kv_heads, head_dim]``, v
     ``[batch, kv_local, kv_heads, v_dim]`` (perhaps columns of k). ``capability``: compute capability of the NVIDIA GPU, such as
     90, or 0 without one. ``tma``: the framework can launch kernels with TMA descriptors. ``traced_layout``: the layout is a
     TracedLayout of JAX. ``within_documents``: the extents of all ranks are known to stay within the documents that a balanced
-    layout was made for."""
+    layout was made for.
+    """
 
     q_shape: tuple[int, ...]
     k_shape: tuple[int, ...]

@@ -29,8 +29,10 @@ SUMMARIES = "float32", "float64"
 
 def order_of(layout: Any, ranks: int, seq_local: int | None, length: Any, documents: bool) -> RunOrder:
     """Return the order of the runs of a call. Raise ValueError if they are not of consecutive tokens.
+
     ``seq_local``: tokens of a shard, or None: the fewest that hold ``length``. ``documents``: extents were passed. Without them
-    a balanced layout's sequence is one document."""
+    a balanced layout's sequence is one document.
+    """
     refuse_striped(layout, ranks)
     length = plain_length(length, layout, ranks)
     if seq_local is not None:

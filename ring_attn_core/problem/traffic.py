@@ -1,4 +1,8 @@
-"""The messages and bytes that a rank sends in a call, by strategy and plan; tests compare them with real transfers."""
+"""The messages and bytes that a rank sends in a call, by strategy, computed from the plan of the call.
+
+Tests compare these numbers with real transfers. ``data/reader.py`` counts the bytes that a rank reads from the files of a
+dataset; ``problem/decode.py`` states how many bytes of one layer's cache a decoding step reads.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from .oracle import Array, rounding
 
 class DecodeFeatures(NamedTuple):
     """The optional arguments of ``tree_attention_decode`` that change scores or visibility.
+
     ``tree_mask``: bool [batch, queries, queries]; [b, i, j] is True if query i sees query j. ``window``: number of positions
     before its own that a query sees. ``sinks``, ``alibi_slopes``: [heads]. ``k_scale``, ``v_scale``: [kv_heads], factors of k, v.
     """

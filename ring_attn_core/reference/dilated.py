@@ -33,8 +33,12 @@ class DilatedFeatures(NamedTuple):
 
 
 def exact(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedFeatures) -> Attention:
-    """Return dilated attention of global arrays and its gradients, in the dtypes and shapes of ``exact`` of ``oracle.py``.
-    A query that sees no key in any pattern has out 0, lse -inf and gradient 0."""
+    """Return dilated attention of global arrays and its gradients in float64, or in ``np.longdouble`` if q is float64.
+
+    Shapes: q [b s h d], k [b s g d], v [b s g e], dout [b s h e], dlse [b s h], with b batch rows, s tokens, h query heads, g kv
+    heads, head dim d of q and k, and head dim e of v. Query head h reads kv head h // (heads / kv_heads). A query that sees no
+    key in any pattern has out 0, lse -inf and gradient 0.
+    """
     working = np.longdouble if q.dtype.itemsize >= 8 else np.float64
     at_once = lambda counts: counts.sum(0, keepdims=True)
     return _attention((q, k, v, dout, dlse), call, working, lambda x: x, at_once)

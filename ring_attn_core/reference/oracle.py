@@ -20,7 +20,9 @@ Array = np.ndarray
 
 class Attention(NamedTuple):
     """The results ``out`` and ``lse`` (natural log), with the gradients of q, k, v and sinks.
-    Shapes: out [batch, queries, heads, v_dim], lse [batch, queries, heads], sinks [heads]."""
+
+    Shapes: out [batch, queries, heads, v_dim], lse [batch, queries, heads], sinks [heads].
+    """
 
     out: Array
     lse: Array

@@ -17,7 +17,9 @@ from .oracle import Array, rounding, softmax
 
 class SummaryAttended(NamedTuple):
     """The results ``out`` and ``lse`` (natural log), with the gradients of q, k, v and pool.
-    Shapes: out [batch, tokens, heads, v_dim], lse [batch, tokens, heads]."""
+
+    Shapes: out [batch, tokens, heads, v_dim], lse [batch, tokens, heads].
+    """
 
     out: Array
     lse: Array
@@ -29,9 +31,11 @@ class SummaryAttended(NamedTuple):
 
 class SummaryFeatures(NamedTuple):
     """The arguments of ``summary_attention`` that change the result.
+
     ``block``: number of tokens per block. ``window``: minimum number of preceding tokens that a query sees individually.
     ``summaries``: number of summaries per block. ``pool``: the pooling queries [summaries, kv_heads, head_dim]; None means
-    pooling="mean". ``key_mask``: bool [batch, tokens]."""
+    pooling="mean". ``key_mask``: bool [batch, tokens].
+    """
 
     block: int
     window: int

@@ -112,6 +112,7 @@ def _within(segment: int, dilation: int, most: int) -> tuple[int, int]:
 
 class HeadSelection(NamedTuple):
     """The heads of an array that a pattern uses (kept heads), and the head groups that hold them.
+
     To find the kept heads, list the heads ``first`` to ``end`` (exclusive), each ``repeat`` times in succession. Skip ``skip``
     entries of the list, keep the next ``selected``, and number them from 0. The head groups form ``spread`` sets of ``together``
     consecutive groups. Each group of set s has the kept heads with the numbers s, s + ``spread``, s + 2 ``spread``, ... in order.
@@ -134,9 +135,11 @@ class HeadSelection(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class FoldedBatches:
     """The folded batches of one pattern (segment, dilation): batch rows that hold only the tokens that a head group keeps.
+
     ``segment``, ``dilation``: in tokens. ``first``: the first query head that uses the pattern. ``heads``: the number of query
     heads that use it. ``group_size``: query heads per key head. ``ranks``: number of ranks. ``local``: tokens in a shard.
-    ``length``: tokens in all shards, without padding. ``mask``: a Band in token positions."""
+    ``length``: tokens in all shards, without padding. ``mask``: a Band in token positions.
+    """
 
     segment: int
     dilation: int

@@ -30,8 +30,10 @@ class Backend(Protocol):
         self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State
     ) -> BackwardInputs:
         """Return the inputs that all steps of a backward share, with delta = rowsum(dout * out) - dlse. ``dtotal``: (dout, dlse).
+
         Steps compute ``exp(s - lse)``; this function scales dout and delta by ``exp(-rest)``. dout and delta may be NaN for a
-        query that sees no key: no such NaN may reach the gradients of keys and sinks, even if sinks make its lse finite."""
+        query that sees no key: no such NaN may reach the gradients of keys and sinks, even if sinks make its lse finite.
+        """
         ...
 
     def attend_backward(

@@ -136,8 +136,14 @@ def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State
 def attend_backward(
     of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array, *, even: bool = True
 ) -> tuple[jax.Array, jax.Array]:
-    """Return ``dq`` plus the gradient of q from these keys, and dkv, that of ``keys.kv``. The formulas are those of the core's
-    portable/backward_dq.py and backward_dkv.py. The caller has multiplied dout and delta by exp(-rest_i)."""
+    """Return ``dq`` plus the gradient of q from these keys, and dkv, that of ``keys.kv``.
+
+        p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
+        dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
+
+    The dropout factor z_ij is 1 / (1 - dropout_rate), or 0 if dropped; tanh is tanh(scale q_i . k_j / softcap), or 0 without
+    softcap. The caller has multiplied dout and delta by exp(-rest_i) (``State``).
+    """
     q, dout, lse, delta, *_ = of_q
     dkv = jnp.zeros_like(keys.kv, dtype=dq.dtype)
     if q.size == 0 or keys.kv.size == 0:

@@ -78,7 +78,9 @@ class Kernels:
         self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, arrived: Arrived, last: bool
     ) -> tuple[jax.Array, Gradients]:
         """Compute a step's gradients: by one Hopper kernel if ``steps.in_one_pass``, else dq by one kernel, dk and dv by another.
-        The Hopper kernel sums dq in float32, and another kernel scales and rounds dq after the ``last`` step."""
+
+        The Hopper kernel sums dq in float32, and another kernel scales and rounds dq after the ``last`` step.
+        """
         if keys.kv.shape[1] != self.call.kv_local:
             return self._for(keys).attend_backward(of_q, keys, rows, score, dq, arrived, last)
         if not steps.in_one_pass(self.call):
@@ -155,7 +157,9 @@ def _of_own(score: Score) -> Score:
 
 def _zeros_with(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Return (float32 zeros of ``shape``, x), tied by an optimization barrier.
-    Otherwise XLA would allocate the zeros of all layers before the first backward, and hold them."""
+
+    Otherwise XLA would allocate the zeros of all layers before the first backward, and hold them.
+    """
     zero, x = lax.optimization_barrier((jnp.zeros((), jnp.float32), x))
     return jnp.broadcast_to(zero, shape), x
 

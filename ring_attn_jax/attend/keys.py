@@ -14,8 +14,10 @@ from ring_attn_core.kernels.call import BEYOND
 
 class Keys(NamedTuple):
     """A shard of keys and values. ``kv`` [b t g d+e] holds both, or k alone [b t g d] if ``v`` [b t g e] or k has the values.
+
     ``bits`` uint8 [b, ceil(t / 8)]: bit j % 8 of byte j // 8 is 1 if key j may be attended. ``extents`` int32 [b t 2]: the first
-    and the end of the query positions (``one_run.py``: local indices) that may see a key."""
+    and the end of the query positions (``one_run.py``: local indices) that may see a key.
+    """
 
     kv: jax.Array
     bits: jax.Array | None = None

@@ -28,8 +28,10 @@ It is part of JAX's cache keys, so a trace for one capability is not reused for 
 
 def launch(launch: Launch, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
     """Add a kernel launch to the JAX program as a custom call, and return its outputs.
+
     An output that overwrites an input shares the input's buffer; XLA copies the input first if a later operation reads it. A
-    launch with an empty grid adds no call: an output is the input that it would overwrite, or 0."""
+    launch with an empty grid adds no call: an output is the input that it would overwrite, or 0.
+    """
     arrays = {**arrays, **{name: jnp.zeros(x.shape, x.dtype) for name, x in launch.zeros.items()}}
     inputs = [arrays[name] for name in launch.inputs]
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in launch.written]

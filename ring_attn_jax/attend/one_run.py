@@ -74,7 +74,9 @@ def limits(at: jax.Array, band: Band) -> tuple[jax.Array, jax.Array]:
 @dataclass(frozen=True)
 class TracedRuns:
     """A backend for a traced layout: it converts each step from token positions to local indices, and calls ``backend``.
-    Here ``q_start`` and ``k_start`` of a ``runs.Row`` are indices in ``score.positions``, and the extents express the mask."""
+
+    Here ``q_start`` and ``k_start`` of a ``runs.Row`` are indices in ``score.positions``, and the extents express the mask.
+    """
 
     backend: Backend
 
@@ -99,7 +101,9 @@ class TracedRuns:
 
 def _converted(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> tuple[Keys, jax.Array, Score]:
     """Return the keys, rows and score of a step with indices in the two shards in place of token positions.
-    Query extents become intervals of key indices, and key extents intervals of query indices."""
+
+    Query extents become intervals of key indices, and key extents intervals of query indices.
+    """
     assert score.positions is not None and score.extents is not None
     at, table = Row(*rows[0, 0]), score.positions
     own: Any = lambda start, tokens: table[start + jnp.arange(tokens, dtype=jnp.int32)]

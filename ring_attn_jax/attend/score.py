@@ -41,8 +41,10 @@ class OwnTiles(NamedTuple):
 @dataclass(frozen=True)
 class Score:
     """The parameters of a score and of dropout. A feature whose field is None is off, and so is dropout at rate 0.
+
     ``s_ij = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)`` if query i may see key j, else -inf. Without
-    softcap the first term is ``scale q_i . k_j``."""
+    softcap the first term is ``scale q_i . k_j``.
+    """
 
     scale: float
     softcap: float | None

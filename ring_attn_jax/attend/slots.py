@@ -1,8 +1,15 @@
 """Attention of a few queries over one rank's cache slots, and the merge of the results of several ranks or splits.
 
-Scores, splits and shapes are those of the core's portable/decode.py. A result is a packed pair: out and lse in one array
-[b n h e+1]. The last merge adds the sinks [h], one more logit in each softmax denominator. ``blockwise`` computes in float32
-(float64 for float64 queries), with the query heads of a kv head as rows of one matrix product.
+    s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    if query i may see slot j, else -inf
+    lse_i = log sum_j exp(s_ij),  out_i = v_scale sum_j exp(s_ij - lse_i) v_j
+
+The lag ``lag_ij`` is the position of query i minus the position of slot j. A result is a packed pair: out and lse in one array [b
+n h e+1]. The decode kernel divides a rank's slots into splits and returns one result for each split. The last merge adds the
+sinks [h], one more logit in each softmax denominator.
+
+Shapes     q [b n h d], k [b t g d], v [b t g e], positions int32 [b n] and [b t]: n queries, t slots, h query heads, g kv heads.
+           The query heads of a kv head are rows of one matrix product
+Precision  ``blockwise``: float32 throughout (float64 for float64 queries); for the kernels see the core's portable/decode.py
 """
 
 from __future__ import annotations
@@ -60,7 +67,9 @@ def ended_by_kernel(
     pairs: jax.Array, sinks: jax.Array | None, call: DecodeCall, ranks: int | None
 ) -> tuple[jax.Array, jax.Array]:
     """Merge packed pairs [pairs b n h e+1], of ``ranks`` ranks or (None) of splits, and the sinks by a kernel.
-    Return out [b n h e] in q's dtype and lse [b n h] in float32."""
+
+    Return out [b n h e] in q's dtype and lse [b n h] in float32.
+    """
     arguments = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": sinks.astype(jnp.float32)}
     out, lse = launch(launches.merge_pairs(call, ranks, True), arguments)
     return out, lse
@@ -128,7 +137,9 @@ class _Score(NamedTuple):
 
 class _State(NamedTuple):
     """The online-softmax state over some slots; kv head g has a row for each pair of a query and a query head of g.
-    ``top`` [b g rows]: the row max. ``total`` [b g rows]: sum of exp(s - top). ``acc`` [b g rows e]: sum of exp(s - top) v."""
+
+    ``top`` [b g rows]: the row max. ``total`` [b g rows]: sum of exp(s - top). ``acc`` [b g rows e]: sum of exp(s - top) v.
+    """
 
     top: jax.Array
     total: jax.Array
@@ -168,7 +179,9 @@ def _visible(arrays: DecodeArrays, of_tree: jax.Array | None, window: int | None
 
 def _attend(rows: jax.Array, keys: jax.Array, values: jax.Array, visibility: _Visibility, score: _Score) -> _State:
     """Return the state of the queries ``rows`` [b g rows d] over one chunk of c slots.
-    ``keys`` [b c g d], ``values`` [b c g e]. If v is NaN in a slot that no query sees, compute the product with 0 there."""
+
+    ``keys`` [b c g d], ``values`` [b c g e]. If v is NaN in a slot that no query sees, compute the product with 0 there.
+    """
     (b, g, m, _), n = rows.shape, visibility.visible.shape[1]
     s = _products(rows, keys)
     if score.softcap is not None:
@@ -188,8 +201,10 @@ def _attend(rows: jax.Array, keys: jax.Array, values: jax.Array, visibility: _Vi
 
 def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:
     """Return q . k [b g rows c] of the queries ``rows`` [b g rows d] and keys [b c g d].
+
     For a product batched over kv heads XLA copies k head by head: 87 ms on one core for 16,384 slots with 8 kv heads of dimension
-    128. At most ``FEW_ROWS`` rows are one matrix [g * rows, g * d] with zeros for other kv heads instead: 18 ms."""
+    128. At most ``FEW_ROWS`` rows are one matrix [g * rows, g * d] with zeros for other kv heads instead: 18 ms.
+    """
     b, g, m, d = rows.shape
     if g * m > FEW_ROWS:
         return dot("bgmd,bcgd->bgmc", rows, keys)

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 
 class State(NamedTuple):
     """The attention state over the keys seen so far: out [b s h e], lse [b s h] and rest [b s h].
+
     ``rest``, None for 16-bit inputs, is the rounding error of lse: the denominator is ``exp(lse + rest)``. At scores of 1e4 the
-    rounding of a float32 lse changes the denominator by up to 5e-4 of its value."""
+    rounding of a float32 lse changes the denominator by up to 5e-4 of its value.
+    """
 
     out: jax.Array
     lse: jax.Array

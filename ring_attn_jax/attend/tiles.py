@@ -28,8 +28,10 @@ class BatchRows(NamedTuple):
 
 class Tile(NamedTuple):
     """A tile: tokens ``first .. end - 1`` of run ``run``, counted from the run's start. A load always takes ``block`` tokens.
+
     ``base``: the first loaded token, as an index in the shard. ``index`` int32 [block]: each loaded token's index in the run.
-    ``valid`` bool [block]: True at ``first .. end - 1``."""
+    ``valid`` bool [block]: True at ``first .. end - 1``.
+    """
 
     run: jax.Array
     base: jax.Array
@@ -80,7 +82,9 @@ class Tile(NamedTuple):
 @dataclass(frozen=True)
 class TileInputs:
     """The inputs of one ring step, and the ranges of tiles to visit.
-    ``key_mask`` [b t], ``key_extents`` [b t 2], ``philox_keys`` [b h]. ``even``: the shard has equal slots, one per run."""
+
+    ``key_mask`` [b t], ``key_extents`` [b t 2], ``philox_keys`` [b h]. ``even``: the shard has equal slots, one per run.
+    """
 
     q: jax.Array
     kv: jax.Array

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 class Shard(NamedTuple):
     """A shard of a batch, as ``shard_batch`` returns it. Each array is in layout order along dimension 1.
+
     A shard is a pytree: the arrays are its leaves, and length, layout and longest_path are static. So a jitted function may take
-    a shard as an argument."""
+    a shard as an argument.
+    """
 
     ids: jax.Array
     """int [batch, tokens]: token ids, 0 in padded slots."""

@@ -193,7 +193,9 @@ def _window(size: Any) -> Band:
 
 def _mask_arguments_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[DenseMaskArguments, Any]:
     """Return the ring arguments of a global mask, and bool [rows, queries]: True for each query whose mask they express exactly.
-    The second is None if the host can read the mask: they fit every query. ``shape``: (batch, heads, length, kv_length)."""
+
+    The second is None if the host can read the mask: they fit every query. ``shape``: (batch, heads, length, kv_length).
+    """
     sizes = (*[1] * (4 - getattr(mask, "ndim", 0)), *getattr(mask, "shape", ()))
     if len(sizes) != 4 or not hasattr(mask, "ndim") or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):
         raise ValueError(

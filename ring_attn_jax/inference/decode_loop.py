@@ -100,7 +100,9 @@ def _ended(tokens: jax.Array, cache: KVCache, ends: tuple[jax.Array, jax.Array])
 
 class DecodeLoop:
     """The state of the decode loop: the cache, and each request's newest token.
-    ``newest``: (tokens int32 [requests], finished bool [requests]: has drawn a stop id or its maximum number of new tokens)."""
+
+    ``newest``: (tokens int32 [requests], finished bool [requests]: has drawn a stop id or its maximum number of new tokens).
+    """
 
     def __init__(self, placed: PlacedModel, cache: KVCache, generation: Generation) -> None:
         self._weights, self.cache = placed.weights, cache

@@ -101,7 +101,9 @@ def prefill_prompts(
 
 def _on_ring(function: OnRank, model: Decoder, cache: KVCache, new: tuple[Any, ...]) -> Any:
     """Call ``function(rank_model, cache, new)`` in a new shard_map if the model has a mesh, else in the caller's shard_map.
-    Outside of jit, equal functions of equal models compile once; inside, each is traced, because the model may have changed."""
+
+    Outside of jit, equal functions of equal models compile once; inside, each is traced, because the model may have changed.
+    """
     from flax import nnx
 
     if model.ring.mesh is None:
@@ -163,7 +165,9 @@ def last_hidden(
     model: RankModel, cache: KVCache, ids: jax.Array, lengths: Lengths, fresh: bool, longest: int
 ) -> tuple[jax.Array, KVCache]:
     """Return the last block's output [batch, dim] for each request's last token in ``ids`` (0 without one), and the cache.
-    Call it inside shard_map. ``longest``: no request has more tokens in the chunk."""
+
+    Call it inside shard_map. ``longest``: no request has more tokens in the chunk.
+    """
     ring, axis = model.model.ring, cache.axis_name
     ranks = cache.spec.ranks
     local = padded_local(ring.layout, ranks, ids.shape[1])

@@ -59,7 +59,9 @@ class RankModel:
     @contextmanager
     def gathered(self, part: Path, after: jax.Array) -> Iterator[None]:
         """All-gather the weights of a part of the model, such as ("blocks", 0), for the time of the ``with`` block.
-        The gathers wait for ``after``. Otherwise XLA could gather all layers at once, and a rank would hold the whole model."""
+
+        The gathers wait for ``after``. Otherwise XLA could gather all layers at once, and a rank would hold the whole model.
+        """
         from flax import nnx
 
         module: Any = self.model
@@ -87,8 +89,10 @@ OnRank = Callable[[RankModel, KVCache, Any], tuple[Any, KVCache]]
 @lru_cache(maxsize=64)
 def program_of(function: OnRank, graph: Any, tree: Any, mesh: Any, specs: Specs, donate: bool = False) -> Any:
     """Return the jitted program ``program(weights, cache, new)`` of ``function`` for a model.
+
     ``graph``: the model without its arrays, from ``nnx.split``. ``tree``: the pytree structure whose leaves are the weights.
-    ``specs``: their PartitionSpecs. ``donate``: the program overwrites the cache that it is passed."""
+    ``specs``: their PartitionSpecs. ``donate``: the program overwrites the cache that it is passed.
+    """
     same = PartitionSpec()
 
     def on_rank(weights: Any, cache: KVCache, new: Any) -> Any:

@@ -1,4 +1,8 @@
-"""Sampling of the next token of each request from its logits on the device, by ``ring_attn_core/sampling.py``'s formula."""
+"""Sampling of the next token of each request from its logits, on the device, by the Gumbel-max trick.
+
+``sample`` checks its arguments and calls ``drawn``, which the decode loop calls too. ``ring_attn_core/sampling.py`` has the
+formula.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +70,10 @@ def _numbers(numbers: Any, logits: jax.Array) -> jax.Array:
 
 def drawn(logits: jax.Array, parameters: SamplingParameters, requests: jax.Array, positions: jax.Array) -> jax.Array:
     """Draw the next token of each request from logits [b vocab]; return int32 [b]. Parameters are numbers, arrays [b] or None.
+
     ``positions`` [b]: the number of cached tokens of each. The arithmetic is that of :mod:`ring_attn_core.sampling`, in float32
-    (float64 for float64)."""
+    (float64 for float64).
+    """
     if parameters.temperature is None:
         return logits.argmax(-1).astype(jnp.int32)
     wide = logits.astype(accumulation_dtype(logits.dtype))

@@ -21,7 +21,9 @@ META = ("tokens", "layout", "length", "fresh", "ragged", "rows")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DecodeStep(StepArrays):
     """The new tokens of a step as a pytree. The step's requests are ``rows``, indices in the cache; None: all of them.
-    ``ragged``: True if a request may have fewer tokens of the chunk than ``length``."""
+
+    ``ragged``: True if a request may have fewer tokens of the chunk than ``length``.
+    """
 
     ragged: bool
     rows: tuple[int, ...] | None

@@ -141,7 +141,9 @@ class RingAttention(Projections):
 
     def _mask_on_tree(self, key_extents: bool, longest_path: int | None, of_path: bool) -> Band:
         """Return the mask of a call: ``causal()`` if the call passes ``longest_path``, as for a tree; else the layer's mask.
-        ``of_path``: False if the layer has a rotary embedding and the call passes no ``positions``."""
+
+        ``of_path``: False if the layer has a rotary embedding and the call passes no ``positions``.
+        """
         wrong = tree_objection(self.options.mask, key_extents, longest_path, self.config.alibi, of_path)
         if wrong is not None:
             raise ValueError(wrong)

@@ -54,7 +54,11 @@ class SwiGLU(nnx.Module):
 
 
 class Block(nnx.Module):
-    """A pre-norm block: ``x += attention(norm(x)); x += mlp(norm(x))``. ``mlp_chunk``: the MLP's tokens at a time, None: all."""
+    """A pre-norm transformer block: ``x += attention(norm(x)); x += mlp(norm(x))``.
+
+    ``attention``: a RingAttention, or a recurrent layer in its place. ``hidden``: features inside the MLP. ``mlp_chunk``: the
+    most tokens that the MLP computes at a time; None for all.
+    """
 
     def __init__(
         self, attention: Mixer, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False, *, rngs: nnx.Rngs

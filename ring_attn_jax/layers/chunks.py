@@ -42,7 +42,9 @@ def in_chunks(
 
 def _beside_explicit_axes(function: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array) -> jax.Array:
     """Return ``function(weights, x)``. Inside ``function`` the Explicit mesh axes are Auto, so that XLA shards over them.
-    A custom_vjp makes these axes Auto in the backward too: JAX's own would start from zeros on the outer, Explicit mesh."""
+
+    A custom_vjp makes these axes Auto in the backward too: JAX's own would start from zeros on the outer, Explicit mesh.
+    """
     if not explicit_axes():
         return function(weights, x)
     forward = on_auto_axes(function, PartitionSpec())
@@ -58,7 +60,9 @@ def _beside_explicit_axes(function: Callable[[Any, jax.Array], jax.Array], weigh
 
 def to_chunks(x: jax.Array, chunk: int, pad_value: Any = 0) -> jax.Array:
     """Split x [b s ...] into [chunks b c ...] with c <= chunk. Pad the end with ``pad_value``.
-    Chunk i holds the tokens i modulo the number of chunks, so that each device that shards tokens computes on every chunk."""
+
+    Chunk i holds the tokens i modulo the number of chunks, so that each device that shards tokens computes on every chunk.
+    """
     batch, tokens = x.shape[:2]
     length = even_chunk(tokens, chunk)
     chunks = max(-(-tokens // length), 1)

@@ -30,7 +30,9 @@ class MaskArguments(NamedTuple):
 
 def visible_of(mask: jax.Array, scores: tuple[int, ...]) -> jax.Array:
     """Convert a flax mask, nonzero where a query sees a key, to bool [rows, heads, queries, keys]; sizes of 1 stand for all.
-    ``scores``: the shape (batch..., heads, queries, keys) that the mask must broadcast to."""
+
+    ``scores``: the shape (batch..., heads, queries, keys) that the mask must broadcast to.
+    """
     shape = (*[1] * (len(scores) - mask.ndim), *mask.shape)
     if len(shape) != len(scores) or any(n not in (1, m) for n, m in zip(shape, scores, strict=True)):
         raise ValueError(f"mask must broadcast against {list(scores)}, batch, heads, queries and keys, got {list(mask.shape)}")
@@ -40,8 +42,10 @@ def visible_of(mask: jax.Array, scores: tuple[int, ...]) -> jax.Array:
 
 def mask_arguments(visible: jax.Array, layout: str | BalancedLayout, ranks: int) -> MaskArguments:
     """Convert ``visible``, bool [rows, heads, queries, keys] in layout order, to extents and a key mask.
+
     An extent is the tightest interval around a query's keys in the first head; None if all queries share a row. The key mask
-    hides keys that no query of any head sees."""
+    hides keys that no query of any head sees.
+    """
     visible = whole(whole(visible, 2), 3)
     key_mask = visible.any((1, 2))
     fits = None if visible.shape[1] == 1 else (visible == visible[:, :1]).all((1, 3))

@@ -1,6 +1,8 @@
 """The check that each token of a RingTransformer is at a position that its extents allow.
 
-It finds most calls that omit the ``layout`` of their shard: ``data/layout_check.py`` of the core has an example.
+An extent is the interval of keys that a query may see; under a causal mask it must begin at or before the query. A key extent is
+the interval of queries that may see a key; in a tree it must contain the key's own position. The check finds most calls that
+omit the ``layout`` of their shard.
 """
 
 from __future__ import annotations
@@ -34,8 +36,10 @@ def check_layout(
     ring: LayerRing,
 ) -> jax.Array:
     """Return ``x`` [b s dim] with NaN at misplaced tokens, or raise ValueError if the values of the extents are known.
+
     A causal query is misplaced if its extent begins after it, a token of a tree if it lies outside its key extent. Arrays of
-    wrong shapes and dtypes are not checked, because the layers refuse them."""
+    wrong shapes and dtypes are not checked, because the layers refuse them.
+    """
     arrays = [(of_tree, given) for of_tree, given in ((False, extents), (True, key_extents)) if _fits(given, x)]
     tokens = _tokens(x.shape[1], layout, ring) if arrays else None
     if tokens is None:

@@ -17,8 +17,10 @@ from ..axes import sharded_like
 
 class LinearMap(nnx.Linear):
     """``y = x W^T`` or ``y = x W^T + b``: [..., in] -> [..., out]. Weights are cast to x's dtype.
+
     The weight starts normal with standard deviation ``in ** -0.5``, the bias at 0. ``adapter``: None, or a function such as a
-    LoRA whose result is added to y. flax stores the weight transposed, as ``kernel`` [in, out]."""
+    LoRA whose result is added to y. flax stores the weight transposed, as ``kernel`` [in, out].
+    """
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = False, param_dtype: str = "float32", *, rngs: nnx.Rngs
@@ -58,8 +60,10 @@ def dtype_name(dtype: Any) -> str:
 
 def product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Return ``x @ weight`` [..., out] for x [..., in] and weight [in, out]. Explicit mesh axes may shard the two differently.
+
     x keeps its sharding. Along ``out`` the weight stays sharded over axes that x does not use (tensor parallelism), and is
-    all-gathered over other axes (FSDP)."""
+    all-gathered over other axes (FSDP).
+    """
     of_x, of_weight = sharded_like(x), sharded_like(weight)
     if not any(of_x) and not any(of_weight):
         return x @ weight

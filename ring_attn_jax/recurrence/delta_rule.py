@@ -138,8 +138,10 @@ def _segment(carried: Any, inputs: Any, chunk: int) -> Any:
 
 def _inverse(system: jax.Array) -> jax.Array:
     """Return the inverses of unit lower triangular matrices of ``CHUNK`` rows, from the inverses of their diagonal blocks.
+
     The inverse of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']]. jaxlib's batched solve waits for ever on CPUs: the threads of
-    the devices wait for tasks that only these threads could run."""
+    the devices wait for tasks that only these threads could run.
+    """
     blocks = jnp.ones_like(system[..., :1, None])
     while (size := blocks.shape[-1]) < system.shape[-1]:
         pairs = system.reshape(*system.shape[:-2], *(system.shape[-1] // (2 * size), 2, size) * 2)[..., 1, :, :, 0, :]

@@ -81,7 +81,9 @@ _sum_of_logits.defvjp(_logits_forward, _logits_backward)
 
 def sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings) -> Sums:
     """Return the weighted sum of the cross-entropies of ``hidden head^T``, hidden [b s dim], head [vocab dim], labels [b s].
-    Products are computed in hidden's dtype; the softmax and sums over tokens in at least float32."""
+
+    Products are computed in hidden's dtype; the softmax and sums over tokens in at least float32.
+    """
     wide = head.astype(accumulation_dtype(hidden.dtype))
     return _sum_of_hidden(*vary_alike((), hidden, wide, labels), settings)
 

@@ -1,4 +1,7 @@
-"""LoRA (``ring_attn_core/model/lora.py``) of a RingTransformer: add adapters, merge them into the weights, save them for peft."""
+"""LoRA of a RingTransformer: add adapters, merge them into the weights, and save them for peft.
+
+The formula is in :mod:`ring_attn_core.model.lora`. Weights may be whole on each device or sharded over a mesh.
+"""
 
 from __future__ import annotations
 

@@ -92,8 +92,10 @@ def check_exists(name: str, x: Any) -> None:
 
 def _replicas(x: Any) -> list[Replica]:
     """Return the Replicas of ``x`` in this process: its copies that must equal other copies, in this process or in others.
+
     A jax.Array has a Replica for each local device whose shard another device also holds, or for each device if every process
-    should hold the same array; else one of its dtype and shape only. Other values have one."""
+    should hold the same array; else one of its dtype and shape only. Other values have one.
+    """
     if not isinstance(x, jax.Array):
         return [plain_replica(("process", jax.process_index()), x)]
     kind = array_kind("Array", x.dtype, x.shape)

@@ -1,4 +1,8 @@
-"""Folders of config.json and safetensors files, which both packages share: process 0 writes one, every process reads it."""
+"""Saving and loading of weights: a folder of config.json and safetensors files, which the JAX and the PyTorch package share.
+
+Saving: shards are gathered, and process 0 writes a new folder beside the old one, calls fsync, and renames it. Loading: every
+process reads all weights from the files, one at a time.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +63,8 @@ def load_weights(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = 
 
 
 def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], ring: dict[str, Any]) -> RingTransformer:
-    """Load a folder of ``save_weights``, ``save_llama`` or Hugging Face. ``dtypes``: (weights, computation), None: config's."""
+    """Load a RingTransformer from a folder that ``save_weights``, ``save_llama`` or Hugging Face wrote.
+    ``dtypes``: (of the weights, of the computation), None for the config's. Processes of a mesh over all of them retry."""
 
     def describe(held: WeightFolder) -> tuple[Empty, TransformerConfig]:
         config, named = naming.config(held), zip(("param_dtype", "compute_dtype"), dtypes, strict=True)

@@ -1,4 +1,7 @@
-"""Dilated attention: one ring attention per pattern, averaged by softmax denominators."""
+"""Dilated attention: one ring attention per pattern, which is a segment length and a dilation.
+
+The results of the patterns are averaged, weighted by their softmax denominators.
+"""
 
 from __future__ import annotations
 

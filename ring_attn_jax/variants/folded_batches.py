@@ -31,7 +31,9 @@ def folded(x: jax.Array, places: Places, rank: jax.Array) -> tuple[jax.Array, ..
 
 def mixed(outs: Sequence[jax.Array], lses: Sequence[jax.Array], queries: Places, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Unfold the patterns' results and sum them, weighted by exp(lse_i - lse): out [b s h e], lse [b s h]. Differentiable.
-    A token that sees no key in any pattern has out 0, lse -inf and zero gradients."""
+
+    A token that sees no key in any pattern has out 0, lse -inf and zero gradients.
+    """
     return _mix((tuple(outs), tuple(lses)), rank, queries)
 
 
@@ -66,8 +68,10 @@ def _mix(results: Results, rank: jax.Array, places: Places) -> tuple[jax.Array, 
 
 def _mix_backward(places: Places, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Results, None]:
     """Return the gradients dout_i and dlse_i of each pattern i, 0 for queries that see no key in pattern i.
+
     With the module's alpha_i: dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), where <,> sums
-    over the features."""
+    over the features.
+    """
     (outs, lses), rank = residuals
     dout, dlse = cotangents
     lses, heads = [lse[..., None] for lse in lses], _heads(places)
@@ -109,7 +113,9 @@ def _exp(lse_i: jax.Array, top: jax.Array) -> jax.Array:
 
 def _weight(lse_i: jax.Array, sums: tuple[jax.Array, jax.Array], place: Place, rank: jax.Array) -> jax.Array:
     """Return alpha_i = exp(lse_i - lse), or 0 for queries that see no key in pattern i.
-    ``sums``: (maximum of lse_i, sum of exp(lse_i - maximum)): for huge scores the rounding of lse would change the weight."""
+
+    ``sums``: (maximum of lse_i, sum of exp(lse_i - maximum)): for huge scores the rounding of lse would change the weight.
+    """
     top, total = (fold(x, place, rank) for x in sums)
     return _exp(lse_i, top) / jnp.where(total > 0, total, 1)
 

@@ -101,9 +101,14 @@ class Blockwise:
         return total
 
     def gradients(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the gradient of q from these keys to ``dq`` in place. Return ``dq``, and dkv: the gradient of ``keys.kv``. The
-        formulas are those of the core's portable/backward_dq.py and backward_dkv.py. The caller has multiplied dout and delta by
-        exp(-rest_i)."""
+        """Add the gradient of q from these keys to ``dq`` in place. Return ``dq``, and dkv: the gradient of ``keys.kv``.
+
+            p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
+            dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
+
+        z_ij: 1 / (1 - dropout_rate), or 0 if dropped. delta_i = dout_i . out_i - dlse_i. tanh: tanh(scale q_i . k_j / softcap),
+        or 0 without softcap. The caller has multiplied dout and delta by exp(-rest_i), if the state has a rest.
+        """
         q, dout, lse, delta, *_ = of_q
         d = q.shape[-1]
         dkv = torch.zeros_like(keys.kv, dtype=dq.dtype)

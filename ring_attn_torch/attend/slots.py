@@ -1,8 +1,15 @@
 """Attention of a few queries over one rank's cache slots, and the merge of the results of several ranks or splits.
 
-Scores, splits and shapes are those of the core's portable/decode.py. A result is a packed pair: out and lse in one array
-[b n h e+1]. The last merge adds the sinks [h], one more logit in each softmax denominator. ``blockwise`` computes in float32
-(float64 for float64 queries), with the query heads of a kv head as rows of one matrix product.
+    s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    if query i may see slot j, else -inf
+    lse_i = log sum_j exp(s_ij),  out_i = v_scale sum_j exp(s_ij - lse_i) v_j
+
+The lag ``lag_ij`` is the position of query i minus the position of slot j. A result is a packed pair: out and lse in one array
+[b n h e+1]. The decode kernel divides a rank's slots into splits and returns one result for each split. The last merge adds the
+sinks [h], one more logit in each softmax denominator.
+
+Shapes     q [b n h d], k [b t g d], v [b t g e], positions int32 [b n] and [b t]: n queries, t slots, h query heads, g kv heads.
+           The query heads of a kv head are rows of one matrix product
+Precision  ``blockwise``: float32 throughout (float64 for float64 queries); for the kernels see the core's portable/decode.py
 """
 
 from __future__ import annotations

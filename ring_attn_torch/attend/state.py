@@ -12,8 +12,10 @@ from torch import Tensor
 
 class State(NamedTuple):
     """The attention state over the keys seen so far: out [b s h e], lse [b s h] and rest [b s h].
+
     ``rest`` is the rounding error of lse: the softmax's denominator is ``exp(lse + rest)``. At scores of 1e4 the rounding of a
-    float32 lse changes it by up to 5e-4 of its value. ``rest`` is None for 16-bit inputs: their scores have larger errors."""
+    float32 lse changes it by up to 5e-4 of its value. ``rest`` is None for 16-bit inputs: their scores have larger errors.
+    """
 
     out: Tensor
     lse: Tensor

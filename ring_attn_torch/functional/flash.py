@@ -58,10 +58,12 @@ class _FlashOptions(NamedTuple):
 
     def window(self, queries: int, keys: int) -> tuple[int | None, int | None]:
         """Return ``sides``. Raise ValueError if flash_attn 2.8 computes another window on ``queries`` and ``keys`` tokens.
+
         Its kernels treat a right side of at least ``keys`` as open. If also ``left < keys``, they replace an open right side by
         ``keys``. So they may compute another right side than ``sides`` has. Let r be the smaller of the two right sides. The
         windows differ only for queries more than r tokens before the last query. For packed documents, ``queries`` is the number
-        of queries in the longest document, and ``keys`` is max_seqlen_k, as in the kernels."""
+        of queries in the longest document, and ``keys`` is max_seqlen_k, as in the kernels.
+        """
         left, right = self.sides
         documented = queries if right is None else right
         computed = documented if documented < keys else keys if left is not None and left < keys else queries

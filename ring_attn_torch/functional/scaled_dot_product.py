@@ -1,4 +1,8 @@
-"""``torch.nn.functional.scaled_dot_product_attention`` over a ring; ``data/dense_masks.py`` of the core converts an attn_mask."""
+"""``torch.nn.functional.scaled_dot_product_attention`` over a ring.
+
+``data/dense_masks.py`` of the core converts an attn_mask to arguments of ``ring_attention``: a band (causal or a window),
+*extents* (an interval of keys for each query), *key extents* (an interval of queries for each key) and a key mask.
+"""
 
 from __future__ import annotations
 

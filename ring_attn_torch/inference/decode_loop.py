@@ -54,7 +54,8 @@ class DecodeLoop:
         self._steps += 1
 
     def read(self) -> Read:
-        """Return a function that returns the newest tokens: on CUDA within two steps, on a CPU before the next one."""
+        """Return a function that returns the newest tokens. On CUDA ``read`` starts a copy to one of two host buffers: call the
+        function within two steps. On a CPU nothing is copied: call it before the next step, which overwrites the tokens."""
         if not self.ahead:
             return self.tokens.tolist
         if not self._sent:
@@ -70,7 +71,8 @@ class DecodeLoop:
         return read
 
     def _begin_graph(self) -> None:
-        """Run the first step eagerly on a side stream of this GPU, as torch.cuda.graph requires; capture the second there."""
+        """Run the first step eagerly on a side stream, as torch.cuda.graph requires; capture the second there, and replay it. The
+        default capture stream is on the GPU of the process's first capture, so on another GPU it would capture nothing."""
         side = self._side
         assert side is not None, "only on CUDA"
         if self._steps == 0:

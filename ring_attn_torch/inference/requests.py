@@ -34,7 +34,9 @@ VERSIONS = count()
 @dataclass(eq=False, repr=False)
 class Requests:
     """The arrays of a cache, described in :class:`KVCache`, and the operations on its requests between steps.
-    ``host_state``: the lengths and counts that the host knows without reading the device."""
+
+    ``host_state``: the lengths and counts that the host knows without reading the device.
+    """
 
     k: Tensor
     v: Tensor

@@ -1,4 +1,8 @@
-"""Sampling of the next token of each request from its logits on the device, by ``ring_attn_core/sampling.py``'s formula."""
+"""Sampling of the next token of each request from its logits, on the device, by the Gumbel-max trick.
+
+``sample`` checks its arguments and calls ``drawn``, which the decode loop calls too. ``ring_attn_core/sampling.py`` has the
+formula.
+"""
 
 from __future__ import annotations
 

@@ -28,8 +28,12 @@ def checked_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | No
 def of_first(
     k_scale: Tensor, v_scale: Tensor, nothing: Tensor, new: tuple[Tensor, Tensor], step: DecodeStep, ring: Group
 ) -> None:
-    """Replace 0 in a layer's scales [kv_heads] by the smallest power of two above max |x| / 448 over all ranks, or 1. If the
-    cache holds ``nothing``, replace all, which a step that was never advanced may have set."""
+    """Replace each 0 in a layer's scales [kv_heads] in place by the smallest power of two above max |x| / 448, or 1.
+
+    The max is over the ``new`` k or v of all ranks; if it is 0, the scale is 1. The largest float8 number is 448;
+    multiplication by a power of two is exact. ``nothing`` (0-d bool): the cache is empty, and nonzero scales are replaced too,
+    since an earlier step that was never advanced may have set them.
+    """
     real = (step.positions >= 0)[..., None, None]
     largest = torch.stack([x.abs().masked_fill(~real, 0).amax((0, 1, 3)).float() for x in new])
     if step.layout is not None and ranks_of(ring) > 1:

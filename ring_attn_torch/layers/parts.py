@@ -11,8 +11,10 @@ from ..call.prepare import dtype_name as dtype_name
 
 class LinearMap(nn.Linear):
     """``y = x W^T`` or ``y = x W^T + b``: [..., in] -> [..., out]. Weights are cast to x's dtype, or to autocast's.
+
     The weight is drawn from a normal distribution with standard deviation ``in ** -0.5``, and the bias starts at 0.
-    ``adapter``: None, or a module such as a LoRA; ``adapter(x)`` is added to y."""
+    ``adapter``: None, or a module such as a LoRA; ``adapter(x)`` is added to y.
+    """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, param_dtype: str = "float32") -> None:
         super().__init__(in_features, out_features, bias=bias, dtype=getattr(torch, param_dtype))

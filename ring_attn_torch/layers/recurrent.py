@@ -85,7 +85,8 @@ class Recurrent(nn.Module):
 
 
 class Taps(nn.Module):
-    """A depthwise convolution's ``weight`` [channels, 1, taps], drawn with deviation ``taps ** -0.5``, and perhaps ``bias``."""
+    """The weights of a convolution of each channel alone, as torch.nn.Conv1d holds them: ``weight`` [channels, 1, taps], and
+    ``bias`` or None. The weight is drawn from a normal distribution with standard deviation ``taps ** -0.5``."""
 
     def __init__(self, channels: int, taps: int, bias: bool, param_dtype: str) -> None:
         super().__init__()

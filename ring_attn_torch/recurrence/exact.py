@@ -13,7 +13,8 @@ from ..ring.derivatives import one_derivative
 
 
 def exactly(function: Callable[..., Any], *inputs: Tensor) -> Any:
-    """Compute ``function(*inputs)`` without tf32 and autocast, in the backward too, which computes it again."""
+    """Compute ``function(*inputs)``, a tensor or a tuple of tensors that all depend on an input with a gradient. Neither tf32
+    nor autocast lowers its products, also if the backward runs inside autocast; the backward computes it again."""
     return _Exact.apply(function, *inputs)
 
 

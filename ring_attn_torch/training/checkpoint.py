@@ -1,4 +1,7 @@
-"""Checkpoints of a training run, written in the background if possible by ``model/checkpoint_folder.py`` of the core."""
+"""Checkpoints of a training run, written in the background if possible. Incomplete ones are ignored. The newest few are kept.
+
+A save writes to a temporary folder, renames it, and writes ``run.json`` last: see ``model/checkpoint_folder.py`` of the core.
+"""
 
 from __future__ import annotations
 

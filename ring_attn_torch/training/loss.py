@@ -97,10 +97,12 @@ def over_ranks(
     part: Tensor, labels: Labels, ring: Group, reduction: str, vocab: int | None = None, each: Tensor | None = None
 ) -> Tensor:
     """Return the weighted mean (or sum) of the cross-entropies over the labels of all ranks of ``ring``.
+
     ``part``: the sum over this rank's labels, 0-d, with a gradient. ``each``: its summands [n]; then the results have the same
     bits on any number of ranks. An all-reduce also counts labels outside ``vocab`` and, for a mean, weights that are negative or
     not finite. If a count is not 0, every rank raises ValueError on CPUs; without
-    ``vocab``, under torch.compile, and on GPUs, where reading the counts would synchronize, loss and gradient become NaN."""
+    ``vocab``, under torch.compile, and on GPUs, where reading the counts would synchronize, loss and gradient become NaN.
+    """
     strange = part.new_zeros(()) if vocab is None else strange_labels(labels.labels, labels.ignored, vocab).sum()
     wrong = _wrong_weights(labels, reduction).sum()
     divisor = _count(labels.labels, labels.ignored) if labels.weights is None else labels.weights.sum()

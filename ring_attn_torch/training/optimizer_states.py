@@ -108,7 +108,8 @@ def union(everybody: list[StateKinds]) -> StateKinds:
 
 
 def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: States, wanted: StateKinds) -> States:
-    """Return this rank's states, and zeros for DTensor parameters with states elsewhere: a checkpoint needs all shards."""
+    """Return this rank's states, with zeros added for each DTensor parameter that has states on other ranks only. A checkpoint
+    needs all ranks' shards. Plain tensors, such as ``step`` or NAdam's ``mu_product``, are replicas, and one rank's is enough."""
     named = parameters_by_name(model, optimizer)
     added = {}
     for name, of_states in wanted.items():
@@ -220,7 +221,8 @@ def _restored(own: Any, x: Any) -> Any:
 
 
 def _alike(mine: Any, theirs: Any) -> bool:
-    """Return whether two settings have one type. ``theirs`` may be None for a bool, and any if ``mine`` is None."""
+    """Return True if a setting is of the same type (number, bool, text, list) in a checkpoint and in the optimizer. ``theirs``
+    may be None for a bool or in a list, and anything if ``mine`` is None or of another type."""
     if isinstance(mine, list | tuple):
         same = isinstance(theirs, list) and len(theirs) == len(mine)
         return same and all(x is None or _alike(own, x) for own, x in zip(mine, theirs, strict=True))

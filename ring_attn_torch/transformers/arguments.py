@@ -1,4 +1,7 @@
-"""The checks of a model call inside ``sequence_parallel``, which raise on all ranks alike, and of TrainingArguments."""
+"""The argument checks of a model call inside ``sequence_parallel``, before the model runs, and of TrainingArguments.
+
+If one rank refuses a call, every rank raises. At each call the ranks exchange what ``_description`` and ``_content`` return.
+"""
 
 from __future__ import annotations
 

@@ -63,8 +63,10 @@ def ring_attention_forward(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer, and return (out [batch, tokens, heads, v_dim], None).
+
     ``query``: [batch, heads, tokens, head_dim]. ``key``, ``value``: [batch, kv_heads, tokens, dim]. ``attention_mask``: from
-    ``ring_mask``; if None, ``sliding_window`` and ``is_causal`` determine the mask. ``s_aux``, ``sinks``: [heads]."""
+    ``ring_mask``; if None, ``sliding_window`` and ``is_causal`` determine the mask. ``s_aux``, ``sinks``: [heads].
+    """
     name = type(module).__name__
     call = running()
     if call is not None and not torch.compiler.is_compiling():

@@ -135,9 +135,11 @@ def _starts(position_ids: Tensor, present: Tensor | None) -> Tensor:
 
 def documents_of(position_ids: Tensor | None, present: Tensor | None, cu_seqlens: Tensor | None, length: int) -> DocumentBounds:
     """Return the document bounds of a batch. ``position_ids`` int and ``present`` bool (False: padding) are [batch, length].
+
     A document begins where position_ids do not increase by exactly one, as in transformers; with ``present``, where they do
     not increase between two tokens that are not padding. ``cu_seqlens`` int [documents + 1], 0 and then the ends, takes their
-    place."""
+    place.
+    """
     within = lambda extents, key_mask, packed=True: DocumentBounds(extents, key_mask, extents[..., 0].long(), packed)
     if cu_seqlens is not None:
         return within(document_extents(cu_seqlens=cu_seqlens, length=length), present)
@@ -229,7 +231,8 @@ def _check_label_weights(call_arguments: dict[str, Any]) -> None:
 def dealt(
     ring: CallRing, model: PreTrainedModel, extents: Tensor | None, length: int, tree: tuple[Any, Any] | None = None
 ) -> CallRing:
-    """Return ``ring`` with a batch's BalancedLayout in place of "balanced", from ``extents`` (empty: padding) or ``tree``."""
+    """Replace the layout "balanced" of ``ring`` by a batch's BalancedLayout. ``extents`` int [batch, length, 2]: each token's
+    document, empty for padding; None: each row is one. ``tree``: (parents, lengths) of prefix trees instead, or None."""
     if ring.layout != BALANCED:
         return ring
     if tree is not None:

@@ -178,8 +178,10 @@ def ring_mask(
     **others: Any,
 ) -> LayerMask | NoWindow:
     """Return the mask of one kind of layer, or NoWindow if ``local_size`` < 1. Functions such as create_causal_mask call it.
+
     Raise ValueError if the mask fits no pattern of this file. Under torch.compile, inside ``sequence_parallel``,
-    the likeliest pattern is taken without samples. Outside, on one rank, one interval of keys for each query is enough."""
+    the likeliest pattern is taken without samples. Outside, on one rank, one interval of keys for each query is enough.
+    """
     offset, call = others.get("q_offset", 0), running()
     cached = call is not None and call.cached  # such a call reports kv_length as if its cache were empty
     if kv_length != q_length or (isinstance(offset, int) and offset != 0 and not cached) or others.get("kv_offset", 0):
@@ -248,9 +250,11 @@ def candidates(size: int | None, both_sides: bool, chunk_size: int | None) -> li
 
 def fits(pattern: Pattern, function: MaskFunction, size: int | None, tokens: int, device: torch.device, rows: int = 1) -> bool:
     """Return True if ``function`` equals ``pattern`` on sampled pairs of positions < ``tokens``, in the first ``rows`` sequences.
+
     The sample pairs each query with its neighbours, the first token and the tokens at the edge of a window of ``size``, to
     detect documents, blocks and prefixes, and with 8 evenly spread keys, to detect holes of an eighth of the tokens. It also has
-    all pairs among the tokens near the first three multiples of ``size`` and the first and last token, for windows and chunks."""
+    all pairs among the tokens near the first three multiples of ``size`` and the first and last token, for windows and chunks.
+    """
     every = torch.arange(tokens, device=device)
     near = [every - 1, every, every + 1, every * 0, every - (size or 1), every - (size or 1) - 1]
     near = torch.cat([*near, *((every + i * tokens // 8) % tokens for i in range(8))])

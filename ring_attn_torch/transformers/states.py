@@ -25,7 +25,8 @@ UNCOMPILED = "torch.compile does not follow the states of linear layers: leave f
 
 
 class LinearStates:
-    """A cache's part for linear layers: the states ``conv`` [batch, channels, taps] and ``recurrent`` of each."""
+    """The part of a cache that transformers' linear layers read and write. ``conv`` [batch, channels, taps] and ``recurrent``
+    [batch, ...]: the states of each layer; ``before``: the state of the convolution that runs, before this call."""
 
     def __init__(self) -> None:
         self.conv: dict[int, Tensor] = {}
