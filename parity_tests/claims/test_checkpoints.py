@@ -60,9 +60,8 @@ def test_closed_or_second_checkpoints_are_refused(framework, tmp_path):
         second.save(2, model)
     first.close()
     first.close()
-    if framework.name == "jax":  # in PyTorch they save on
-        with pytest.raises(ValueError, match=r"these Checkpoints of .* are closed: make new ones to save"):
-            first.save(2, model)
+    with pytest.raises(ValueError, match=r"these Checkpoints of .* are closed: make new ones to save"):
+        first.save(2, model)
     second.save(2, model)
     second.close()
     assert first.steps() == [1, 2]

@@ -204,6 +204,8 @@ def sharded_on_rank(group: Any, folder: Path, first: int, last: int) -> dict[str
     model: Any = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.ReLU(), torch.nn.Linear(5, 1))  # 5 and 1 over 2 and 4 ranks
     fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with torch.no_grad():  # after this FSDP2's root holds gathered weights, which are not the optimizer's
+        model(torch.ones(3, 7))
     checkpoints = Checkpoints(folder, group=group)
     progress = checkpoints.resume(model, optimizer)
     assert (progress.step if progress else 0) == first

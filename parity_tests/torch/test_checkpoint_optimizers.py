@@ -110,6 +110,48 @@ def test_a_rate_of_numpy_or_a_tensor_comes_back_exactly(lr: Any, tmp_path):
     assert torch.equal(whole[0].weight, resumed[0].weight)
 
 
+class Sharpness(torch.optim.Optimizer):
+    """An optimizer that steps by another one, as SAM does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"rho": 0.1})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+
+    def step(self) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper of an optimizer, with a state of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        super().__init__(self.optimizer.param_groups, {})
+
+    def step(self) -> None:  # type: ignore[override]
+        self.optimizer.step()
+        self.state.update({p: {"slow": p.detach().clone()} for group in self.param_groups for p in group["params"]})
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Sharpness, "Sharpness keeps states in several optimizers, and a checkpoint has those of one: SGD would lose its own"),
+        (Lookahead, "Lookahead keeps states in several optimizers, and a checkpoint has those of one: Lookahead would lose"),
+        (lambda parameters: [torch.optim.SGD(parameters)], "optimizer must be one torch.optim.Optimizer, got list: save each"),
+    ],
+    ids=["inside", "outside", "list"],
+)
+def test_states_that_a_checkpoint_would_lose_are_refused_before_anything_is_written(kind: Any, words: str, tmp_path):
+    model, _ = made()
+    optimizer = kind(model.parameters())
+    if not isinstance(optimizer, list):
+        step(model, optimizer)
+    with pytest.raises(ValueError, match=words):
+        Checkpoints(tmp_path / "run").save(1, model, optimizer)
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_state_that_an_optimizer_keeps_as_a_number_is_named(tmp_path):
     model = torch.nn.Embedding(5, 3, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters())

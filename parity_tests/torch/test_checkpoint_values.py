@@ -100,6 +100,38 @@ def test_tensors_of_any_dtype_shape_and_stride_come_back(tmp_path):
         assert torch.equal(bits(getattr(other, name)), bits(expected)), name
 
 
+class Copies(nn.Linear):
+    """A layer whose ``state_dict`` holds a copy of its weight, and a count as a new tensor."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(2, 2)
+        self.count = count
+        self.register_state_dict_post_hook(lambda _, state, prefix, __: state.update({f"{prefix}weight": self.weight.clone()}))
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor([self.count])
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.count = int(state)
+
+
+def test_values_that_a_state_dict_copies_come_back(tmp_path):
+    (one, other), checkpoints = (nn.Sequential(Copies(count)) for count in (3, 0)), Checkpoints(tmp_path)
+    checkpoints.save(1, one)
+    checkpoints.resume(other)
+    checkpoints.close()
+    assert other[0].count == 3
+    assert torch.equal(other[0].weight, one[0].weight)  # type: ignore[arg-type]
+
+
+def test_what_is_not_a_module_is_refused(tmp_path):
+    model: Any = nn.Linear(2, 2).state_dict()
+    with pytest.raises(
+        ValueError, match=r"model must be a torch\.nn\.Module, got OrderedDict: several fit into an nn\.ModuleDict"
+    ):
+        Checkpoints(tmp_path).save(1, model)
+
+
 def tied(seed: int) -> tuple[Any, Any]:
     """Return a model whose two layers share a weight, and an optimizer of two groups after a step."""
     torch.manual_seed(seed)

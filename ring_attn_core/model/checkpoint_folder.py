@@ -141,7 +141,11 @@ class BackgroundSaves:
         self.folder, self.keep = Path(folder).resolve(), keep
         self._folder = CheckpointFolder(self.folder, name, marks)
         self._pending: tuple[int, Future[None]] | None = None
-        self._undeleted = ""
+        self._undeleted, self._is_closed = "", False
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ValueError(f"these Checkpoints of {self.folder} are closed: make new ones to save")
 
     def _start(self, step: int, write: Callable[..., None], *arguments: object) -> None:
         thread = ThreadPoolExecutor(1, "checkpoint")
@@ -172,6 +176,17 @@ class BackgroundSaves:
     def steps(self) -> list[int]:
         """Return the steps that have a complete checkpoint, in ascending order."""
         return self._folder.steps()
+
+    def close(self) -> None:
+        """Wait for the save in progress, as ``wait`` does, and unlock the folder for other runs. Then ``save`` is refused.
+
+        Call it at the end of the run.
+        """
+        try:
+            self.wait()
+        finally:
+            self._is_closed = True
+            self._folder.release()
 
 
 def seen(path: Path, patience: float | None = None) -> bool:

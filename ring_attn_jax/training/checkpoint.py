@@ -44,7 +44,7 @@ class Checkpoints(BackgroundSaves):
 
     def __init__(self, folder: str | Path, *, keep: int = 3) -> None:
         super().__init__(folder, keep, "step_{}", (RUN, EARLIER))
-        self._files, self._is_closed = CheckpointFiles(), False
+        self._files = CheckpointFiles()
 
     def save(
         self,
@@ -73,8 +73,7 @@ class Checkpoints(BackgroundSaves):
         run: dict[str, Any] = {}
 
         def prepare() -> None:
-            if self._is_closed:
-                raise ValueError(f"these Checkpoints of {self.folder} are closed: make new ones to save")
+            self._check_open()
             run.update(described(ResumePoint(step, data, more or {}), _config(model)), optimizer=optimizer is not None)
             found, others = split(values_of(model, optimizer))
             arrays.update(found)
@@ -176,10 +175,8 @@ class Checkpoints(BackgroundSaves):
     def close(self) -> None:
         """Wait for the save in progress, as ``wait`` does, unlock the folder for other runs, and release orbax's threads."""
         try:
-            self.wait()
+            super().close()
         finally:
-            self._is_closed = True
-            self._folder.release()
             self._files.close()
 
     def _failed(self, step: int, error: BaseException) -> OSError:

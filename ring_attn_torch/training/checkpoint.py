@@ -22,10 +22,11 @@ from ring_attn_core.model.progress import ResumePoint, check_arrays, described, 
 from ring_attn_core.model.weight_files import read_json
 
 from ..ring.groups import local, rank_in, ranks_of, ring_of
-from .checkpoint_files import config_of, copied, failed, kinds_of, read, stored_kinds, tensors_of, write
+from .checkpoint_files import config_of, copied, failed, kinds_of, read, set_copies, stored_kinds, tensors_of, write
 from .optimizer_states import (
     States,
     absent,
+    check_kept,
     check_optimizer,
     class_of,
     flat,
@@ -95,22 +96,24 @@ class Checkpoints(BackgroundSaves):
         generators (CPU and current GPU) are saved too. The call first waits for the previous save. If ``group`` has several
         ranks, but not all ranks of the default group, the call returns only when everything is written.
 
-        Raise ValueError if ``step`` is not after the step of the newest checkpoint, ``data`` is neither a str nor None, or
-        ``more`` is not a dict of JSON values. Raise it too if another run saves in the folder, if some ranks do not see the
-        folder that the first rank has made, or if names, shapes or dtypes of the model's tensors differ between ranks. Values are
-        not compared (see ``check_ranks``). Raise OSError if the previous save has failed, or if this call fails to write. The
-        error is the same on every rank.
+        Raise ValueError if ``step`` is not after the step of the newest checkpoint, ``data`` is neither a str nor None, ``more``
+        is not a dict of JSON values, the optimizer keeps states in several optimizers, or ``close`` was called. Raise it too if
+        another run saves in the folder, if some ranks do not see the folder that the first rank has made, or if names, shapes or
+        dtypes of the model's tensors differ between ranks. Values are not compared (see ``check_ranks``). Raise OSError if the
+        previous save has failed, or if this call fails to write. The error is the same on every rank.
         """
         self.wait()
-        optimizer = innermost(optimizer)
+        passed, optimizer = optimizer, innermost(optimizer)
         tensors: dict[str, Any] = {}
         states: States = {}
         run: dict[str, Any] = {}
 
         def prepare() -> str:
+            self._check_open()
             run.update(described(ResumePoint(step, data, more or {}), config_of(model)))
             tensors.update(tensors_of(model, self._rank))
             if optimizer is not None:
+                check_kept(passed, optimizer)
                 states.update(states_of(model, optimizer))
                 run.update(optimizer=groups_of(model, optimizer))
             run.update(optimizer_class=class_of(optimizer))
@@ -170,12 +173,12 @@ class Checkpoints(BackgroundSaves):
         def checked() -> tuple[dict[str, Any], ResumePoint]:
             run = read_json(where / RUN)
             progress = progress_of(where / RUN, run, config_of(model))
+            mine = tensors_of(model, self._rank)  # FSDP2 shards again what a forward without a backward has gathered
             if optimizer is not None:
                 check_optimizer(where / RUN, run, model, optimizer)
             held = stored_kinds(where, run, self._rank, 1 if self._ring is None else ranks_of(self._ring))
             if optimizer is not None:
                 states.update(places_for(model, optimizer, held_states(held)))
-            mine = tensors_of(model, self._rank)
             places.update({name: x for name, x in mine.items() if not name.startswith("rng.") or name in held} | flat(states))
             others = ("rng.",) if optimizer is not None else ("rng.", "optimizer.")
             compared = lambda kinds: {name: kind for name, kind in kinds.items() if not name.startswith(others)}
@@ -193,22 +196,13 @@ class Checkpoints(BackgroundSaves):
                     (torch.cuda.set_rng_state if name.endswith("cuda") else torch.set_rng_state)(loaded[name])
                 else:
                     local(x).copy_(local(loaded[name]))
+        set_copies(model, places)
         if optimizer is not None:
             without = run.get("absent", {})
             same = self._ring is not None and len(without) == ranks_of(self._ring)
             set_states(model, optimizer, states, without.get(str(self._rank), []) if same else [])
             set_groups(optimizer, run["optimizer"])
         return progress
-
-    def close(self) -> None:
-        """Wait for the save in progress, as ``wait`` does, and unlock the folder for other runs.
-
-        Call it at the end of the run.
-        """
-        try:
-            self.wait()
-        finally:
-            self._folder.release()
 
     def _check_shared(self, new: Path) -> None:
         """Raise ValueError on every rank if any rank does not see the folder that the first rank has just created."""

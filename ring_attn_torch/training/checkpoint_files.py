@@ -16,9 +16,10 @@ from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.progress import Kinds
 from ring_attn_core.model.replica_check import named
 from ring_attn_core.model.weight_files import opened
+from ring_attn_core.validation import in_words
 
 from ..layers.transformer import RingTransformer
-from ..ring.groups import Group
+from ..ring.groups import Group, local
 from .optimizer_states import check_tensors
 from .weights import inside
 
@@ -39,7 +40,19 @@ def tensors_of(model: nn.Module, rank: int) -> dict[str, Any]:
     return found
 
 
+def set_copies(model: nn.Module, tensors: dict[str, Any]) -> None:
+    """Load ``tensors`` into ``model`` if some are copies, as of ``get_extra_state`` or of a hook of ``state_dict``."""
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+    held = {local(x).data_ptr() for x in (*model.parameters(), *model.buffers())}
+    found = {name.removeprefix("model."): x for name, x in tensors.items() if name.startswith("model.")}
+    if any(x.numel() and local(x).data_ptr() not in held for x in found.values()):
+        set_model_state_dict(model, found)
+
+
 def config_of(model: nn.Module) -> TransformerConfig | None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {in_words(model)}: several fit into an nn.ModuleDict")
     return next((module.config for module in model.modules() if isinstance(module, RingTransformer)), None)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from functools import reduce
 from math import prod
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ring.groups import Group, is_dtensor, local, rank_in, ranks_of, ring_of
-from .weights import named_parameters
+from .weights import fsdp_modules, named_parameters
 
 SUMMED = "_ring_attn_summed"
 """The attribute of a gradient that holds its versions, and the ranks over which it was summed."""
@@ -43,16 +42,12 @@ def ranks_in(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 def reduced_by_fsdp(module: nn.Module) -> dict[nn.Parameter, GradientReduction]:
     """Return the gradient reduction of each parameter that ``fully_shard`` has sharded, from private attributes of FSDP."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # takes a second to import; if not imported yet, it has sharded nothing
     found: dict[nn.Parameter, GradientReduction] = {}
-    if fsdp is None or not hasattr(fsdp, "FSDPModule"):
-        return found
-    for each in module.modules():
-        if isinstance(each, fsdp.FSDPModule):
-            state: Any = each._get_fsdp_state()  # type: ignore[operator]
-            one = getattr(state, "_fsdp_param_group", None)
-            for group in getattr(state, "_fsdp_param_groups", [] if one is None else [one]):
-                found |= dict.fromkeys((x.sharded_param for x in group.fsdp_params), _reduced(group))
+    for each in fsdp_modules(module):
+        state = each._get_fsdp_state()
+        one = getattr(state, "_fsdp_param_group", None)
+        for group in getattr(state, "_fsdp_param_groups", [] if one is None else [one]):
+            found |= dict.fromkeys((x.sharded_param for x in group.fsdp_params), _reduced(group))
     return found
 
 

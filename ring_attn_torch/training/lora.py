@@ -17,7 +17,7 @@ from ..layers.parts import LinearMap
 from ..layers.transformer import RingTransformer
 from ..ring.groups import Group, is_dtensor, rank_in
 from .ranks import agreed
-from .weights import _placed
+from .weights import _placed, reshard
 
 
 class Adapter(nn.Module):
@@ -45,6 +45,7 @@ def add_adapters(model: RingTransformer, lora: LoRA, first: Mapping[str, tuple[A
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
     """Add ``scale b a`` to each weight with an adapter, and remove the adapters. All ranks that shard weights must call it."""
+    reshard(model)
     for _, linear, adapter in list(_adapted(model)):
         weight = linear.get_parameter("weight")
         delta = adapter.scale * _whole(adapter.b) @ _whole(adapter.a)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,28 @@ def innermost(optimizer: torch.optim.Optimizer | None) -> Any:
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer  # type: ignore[union-attr]
     return optimizer
+
+
+def check_kept(optimizer: Any, kept: Any) -> None:
+    """Raise ValueError if a checkpoint of ``kept``, the innermost optimizer, would lack states that ``optimizer`` holds."""
+    if not hasattr(kept, "param_groups"):
+        raise ValueError(
+            f"optimizer must be one torch.optim.Optimizer, got {in_words(optimizer)}: save each of several optimizers by "
+            "Checkpoints of a folder of its own"
+        )
+    lost = [class_of(each) for each in _optimizers_in(optimizer) if each.state and each.state is not kept.state]
+    if lost:
+        raise ValueError(
+            f"{class_of(optimizer)} keeps states in several optimizers, and a checkpoint has those of one: {', '.join(lost)} "  # type: ignore[arg-type]
+            "would lose its own. Pass one optimizer; to shard states over ranks use FSDP2, not ZeroRedundancyOptimizer"
+        )
+
+
+def _optimizers_in(optimizer: Any) -> Iterator[Any]:
+    yield optimizer
+    for each in vars(optimizer).values():
+        if isinstance(each, torch.optim.Optimizer):
+            yield from _optimizers_in(each)
 
 
 def parameters_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeVar
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -43,6 +44,7 @@ def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
     ``state``, and nothing is sent. Raise ValueError if weights are missing, unexpected or of another shape. The error lists them,
     and nothing changes.
     """
+    reshard(module)
     parameters = named_parameters(module)
     check_state({name: p.shape for name, p in parameters.items()}, {name: np.shape(x) for name, x in state.items()})
     with torch.no_grad():
@@ -53,6 +55,18 @@ def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return named((inside(module, name), p) for name, p in module.named_parameters())
+
+
+def fsdp_modules(module: nn.Module) -> Iterator[Any]:
+    """Yield the modules that ``fully_shard`` has sharded."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # takes a second to import; if not imported yet, it has sharded nothing
+    return (each for each in module.modules() if isinstance(each, getattr(fsdp, "FSDPModule", ())))
+
+
+def reshard(module: nn.Module) -> None:
+    """Free the weights that FSDP2 has gathered. After a forward without a backward its root holds them, in place of shards."""
+    for each in fsdp_modules(module):
+        each.reshard()
 
 
 def inside(module: nn.Module, name: str) -> str:
