@@ -64,6 +64,17 @@ def test_accumulated_microbatches_of_uneven_labels_have_the_gradient_of_the_whol
     assert abs(np.mean(means) - truth["loss"]) > 1e-3  # the mean of means is another loss
 
 
+@pytest.mark.parametrize("objective", [of_hidden, of_logits])
+def test_a_batch_without_labels_has_a_gradient_of_0_even_if_it_is_divided_by_their_number(framework, objective):
+    """So that a step of such batches alone changes no weight, as torch's cross_entropy has it."""
+    hidden, head, labels = hidden_states()
+    labels, alone = framework.array(np.full_like(labels, -100)), framework.no_ring
+    call = lambda *arrays: objective(framework.loss, *arrays, labels=labels, chunk=7, reduction="sum", **alone)
+    (value,), gradients = framework.pull(lambda *arrays: call(*arrays) / framework.count_labels(labels, **alone), [hidden, head])
+    assert np.isnan(value)
+    assert [float(np.abs(x).max()) for x in gradients] == [0, 0]
+
+
 def in_bfloat16(framework: Any) -> Any:
     """2,048 chunks of a token, of bfloat16 hidden states and weights: a sum in bfloat16 would be off by a third."""
     rng = np.random.default_rng(0)

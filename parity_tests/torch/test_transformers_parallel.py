@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -89,6 +90,23 @@ def counted_otherwise(group: Any, count: int) -> list[float]:
     with in_float64(), torch.no_grad(), hf.sequence_parallel(model, group):
         half = model(**given, num_items_in_batch=torch.tensor(count)).loss
         return [half.item(), model(**given, shift_labels=shift_labels).loss.item()]
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_a_step_without_labels_has_gradients_of_0_as_on_one_device(four: Any, chunk: int | None):
+    """A Trainer passes the number of a step's labels, and a row may be cut before its first label."""
+    for largest in (*four(2, without_labels, chunk), without_labels(None, chunk)):
+        assert largest == 0
+
+
+def without_labels(group: Any, chunk: int | None) -> float:
+    """Return the largest entry of the gradients, on one device by transformers itself if ``group`` is None."""
+    torch.set_grad_enabled(True)
+    model, given = make("llama", implementation="eager" if group is None else "ring"), batch(LLAMA)
+    given |= {"labels": torch.full_like(given["labels"], -100), "num_items_in_batch": torch.tensor(0)}
+    with in_float64(), nullcontext() if group is None else hf.sequence_parallel(model, group, loss_chunk=chunk):
+        model(**given).loss.backward()
+    return max(float(p.grad.abs().max()) for p in model.parameters())
 
 
 @pytest.mark.parametrize("more", [{}, {"shift_labels": True}, {"loss_chunk": 7}], ids=str)

@@ -127,6 +127,8 @@ def _over_ranks(
     if sums:
         total = _with_value(total, sums[0])
         divisor = divisor if labels.weights is None else sums[1]
+    if labels.weights is None:
+        total = jnp.where(divisor == 0, 0, total)  # no label, no gradient: not even NaN where the caller divides by 0 labels
     return total if reduction == "sum" else total / jnp.where(divisor == 0, jnp.inf, divisor.astype(total.dtype))
 
 

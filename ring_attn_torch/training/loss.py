@@ -117,7 +117,8 @@ def over_ranks(
         raise _wrong(labels, ring, vocab, reduction)
     divisor = torch.ones_like(total[1]) if reduction == "sum" else total[1].masked_fill(total[1] == 0, torch.inf)
     divisor = divisor.masked_fill(total[2:].sum() > 0, torch.nan)  # so that gradients become NaN too
-    mine = part / divisor
+    none = total[1] == 0 if labels.weights is None or reduction == "mean" else torch.zeros_like(total[1], dtype=torch.bool)
+    mine = (part / divisor).masked_fill(none, 0)  # no label, no gradient: not even NaN where the caller divides by 0 labels
     with torch.no_grad():
         mine.copy_(total[0] / divisor)  # the value has the same bits on all ranks, the gradient is this rank's
     return mine
