@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from shutil import rmtree
 from typing import Any
 
@@ -130,6 +131,21 @@ def test_what_is_not_a_module_is_refused(tmp_path):
         ValueError, match=r"model must be a torch\.nn\.Module, got OrderedDict: several fit into an nn\.ModuleDict"
     ):
         Checkpoints(tmp_path).save(1, model)
+
+
+def sharded_by_fsdp1(group: Any, folder: Any) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(nn.Linear(2, 2), process_group=group, device_id=torch.device("cpu"), use_orig_params=True)
+    Checkpoints(folder, group=group).save(1, model)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_shards_of_fsdp1_are_refused_by_name(gloo, tmp_path):
+    for error in gloo.outcomes(2, sharded_by_fsdp1, tmp_path):
+        assert re.search(
+            r"rank 0: model\.weight, model\.bias: sharded by FSDP of version 1: shard the model by fully", str(error)
+        )
 
 
 def tied(seed: int) -> tuple[Any, Any]:

@@ -170,7 +170,7 @@ def in_hands(group: Group, way: Callable[[RingTransformer, DeviceMesh], Hands], 
     model = transformer(mesh["seq"], tied)
     hands = way(model, mesh)
     with torch.no_grad():  # after this FSDP2's root holds gathered weights, which are not what it keeps
-        hands.module(torch.zeros(1, 6, dtype=torch.int64), length=LENGTH, dropout_seed=3)
+        hands.module(torch.zeros(1, 6, dtype=torch.int64), dropout_seed=3)
     from_numpy(hands.module, {name: -x for name, x in weights(tied).items()})
     check_ranks(hands.module)
     for name, x in to_numpy(from_numpy(hands.module, weights(tied))).items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +37,13 @@ def check_kept(optimizer: Any, kept: Any) -> None:
             f"optimizer must be one torch.optim.Optimizer, got {in_words(optimizer)}: save each of several optimizers by "
             "Checkpoints of a folder of its own"
         )
-    lost = [class_of(each) for each in _optimizers_in(optimizer) if each.state and each.state is not kept.state]
-    if lost:
+    inside = [optimizer, *vars(optimizer).values(), *vars(kept).values()]
+    others = [x for x in inside if isinstance(x, torch.optim.Optimizer) and x.state and x.state is not kept.state]
+    if others:
         raise ValueError(
-            f"{class_of(optimizer)} keeps states in several optimizers, and a checkpoint has those of one: {', '.join(lost)} "  # type: ignore[arg-type]
+            f"{class_of(optimizer)} keeps states in several optimizers, and a checkpoint has those of one: {class_of(others[0])} "
             "would lose its own. Pass one optimizer; to shard states over ranks use FSDP2, not ZeroRedundancyOptimizer"
         )
-
-
-def _optimizers_in(optimizer: Any) -> Iterator[Any]:
-    yield optimizer
-    for each in vars(optimizer).values():
-        if isinstance(each, torch.optim.Optimizer):
-            yield from _optimizers_in(each)
 
 
 def parameters_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -101,6 +95,8 @@ def held_states(held: Iterable[str]) -> dict[str, set[str]]:
 def check_tensors(values: Mapping[str, Any]) -> None:
     """Raise ValueError, naming up to eight values, if any is not a tensor, or one that a checkpoint's files cannot hold."""
     strange = [f"{name} is {in_words(x)}" for name, x in values.items() if not isinstance(x, Tensor)]
+    if fsdp1 := [name for name, x in values.items() if type(x).__name__ == "ShardedTensor"]:
+        raise ValueError(f"{', '.join(fsdp1[:8])}: sharded by FSDP of version 1: shard the model by fully_shard, FSDP2")
     unfit = lambda x: x.is_meta or x.layout != torch.strided or x.is_quantized or x.dtype == torch.complex128
     tensors = {name: x for name, x in values.items() if isinstance(x, Tensor) and unfit(x)}
     if not strange and tensors:
