@@ -102,3 +102,12 @@ def test_labels_are_counted_inside_shard_map_or_whole():
         count_labels(Y)
     with pytest.raises(ValueError, match=r"axis_name must be the name of a mesh axis, a tuple of names, or None .*, got 5"):
         count_labels(Y, axis_name=5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("head", [None, W])
+def test_outside_jit_a_repeated_loss_over_a_mesh_compiles_nothing(head):
+    call = partial(loss, labels=Y, head=head, mesh=mesh_of(2), ignore_index=jnp.int32(-100))
+    other = X + 1
+    call(X)
+    with jax.no_tracing():
+        call(other)

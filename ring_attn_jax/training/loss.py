@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -79,12 +79,10 @@ def loss(
     check_loss(logits.shape, labels.shape, None if head is None else head.shape, chunk, reduction)
     check_weights(None if label_weights is None else label_weights.shape, labels.shape)
     check_order(order)
-    settings, of_tokens = ChunkSettings(ignore_index, chunk, order == "global"), Labels(labels, label_weights)
+    settings, of_tokens = ChunkSettings(int(ignore_index), int(chunk), order == "global"), Labels(labels, label_weights)
     if mesh is not None:
         names = ShardedAxes.of(mesh, axis_name, batch_axes, None).seen_in(of_tokens.labels)
-        axes = names.axis_name, *names.batch_axes
-        on_shards = lambda logits, labels, head: _over_ranks(logits, labels, head, settings, reduction, axes)
-        return _mapped(on_shards, names, logits, of_tokens, head)
+        return _mapped(settings, reduction, names, logits, of_tokens, head)
     if batch_axes:
         raise ValueError(f"batch_axes={batch_axes!r} goes with mesh=...: inside shard_map name all axes in axis_name")
     return _over_ranks(logits, of_tokens, head, settings, reduction, axis_name)
@@ -169,8 +167,10 @@ def int32_labels(labels: jax.Array) -> jax.Array:
     return labels.astype(jnp.int32)
 
 
-def _mapped(on_shards: Any, where: ShardedAxes, logits: jax.Array, labels: Labels, head: jax.Array | None) -> jax.Array:
-    """Apply ``on_shards`` to global arrays in a shard_map. ``where``: the axes of tokens and rows; the head is replicated."""
+def _mapped(
+    settings: ChunkSettings, reduction: str, where: ShardedAxes, logits: jax.Array, labels: Labels, head: jax.Array | None
+) -> jax.Array:
+    """Return the loss of global arrays. ``where``: the axes of tokens and rows; the head is replicated."""
     sizes, shape = (math.prod(where.mesh.shape[axis] for axis in where.batch_axes), where.ranks), labels.labels.shape
     if len(shape) != 2 or any(tokens % size for tokens, size in zip(shape, sizes, strict=True)):
         raise ValueError(
@@ -180,8 +180,15 @@ def _mapped(on_shards: Any, where: ShardedAxes, logits: jax.Array, labels: Label
     tokens = PartitionSpec(where.batch_axes or None, where.axis_name)
     specs = tokens, tokens, PartitionSpec()
     place = lambda x, spec: jax.tree.map(lambda x: on_explicit_axes(x, where.mesh, spec), x)
-    placed = map(place, (logits, labels, head), specs)
-    return jax.shard_map(on_shards, mesh=where.mesh, in_specs=specs, out_specs=PartitionSpec())(*placed)
+    return _compiled(settings, reduction, where, specs)(*map(place, (logits, labels, head), specs))
+
+
+@lru_cache(maxsize=256)
+def _compiled(settings: ChunkSettings, reduction: str, where: ShardedAxes, specs: tuple[PartitionSpec, ...]) -> Any:
+    """Return the jitted function of global arrays, cached, because each call outside jit would compile a new function."""
+    axes = where.axis_name, *where.batch_axes
+    on_shards = lambda logits, labels, head: _over_ranks(logits, labels, head, settings, reduction, axes)
+    return jax.jit(jax.shard_map(on_shards, mesh=where.mesh, in_specs=specs, out_specs=PartitionSpec()))
 
 
 def _check_arrays(arrays: dict[str, Any]) -> None:
