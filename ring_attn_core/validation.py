@@ -63,7 +63,7 @@ def in_words(x: Any) -> str:
     if is_traced(x):
         return f"a traced array of shape {list(shape or ())}"
     name = type(x).__name__.removesuffix("Impl")  # JAX's ArrayImpl
-    return name if shape is None else f"{name} of shape {list(shape)}"
+    return f"{name} of shape {list(shape)}" if isinstance(shape, tuple) else name  # nnx.Rngs has every attribute
 
 
 def number_in_words(x: Any) -> str:

@@ -121,12 +121,12 @@ class ShardedAxes(NamedTuple):
     @classmethod
     def of(cls, mesh: Any, axis_name: Any, batch_axes: str | Sequence[str], head_axis: str | None) -> ShardedAxes:
         """Check the arguments and return them as ``ShardedAxes``. ``mesh``: None stands for the mesh of ``jax.set_mesh``."""
-        if mesh is None:
-            mesh = jax.sharding.get_abstract_mesh()
-            if mesh.empty:
-                raise ValueError("there is no mesh: pass mesh=, or call under jax.set_mesh(mesh)")
+        context = jax.sharding.get_abstract_mesh()
+        mesh = context if mesh is None else mesh
         if not isinstance(mesh, Mesh | AbstractMesh):
             raise ValueError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes them, got {mesh!r}")
+        if mesh.empty:
+            raise ValueError("there is no mesh: pass mesh=, or call under jax.set_mesh(mesh)")
         check_axis_name(axis_name)
         batch_axes = (batch_axes,) if isinstance(batch_axes, str) else batch_axes
         if not isinstance(batch_axes, tuple | list) or not all(isinstance(axis, str) for axis in batch_axes):
@@ -140,6 +140,9 @@ class ShardedAxes(NamedTuple):
                 free = [name for name in mesh.axis_names if name not in used]
                 advice = f"pass {keyword}={choice_of(free)}" if free else "make a mesh with that axis"
                 raise ValueError(f"the mesh has no axis {axis!r}: its axes are {', '.join(mesh.axis_names)}, {advice}")
+            if axis in context.manual_axes:
+                advice = "call ring_attention in place of sharded_ring_attention, and make layers and call loss without mesh="
+                raise ValueError(f"this call is inside a shard_map over {axis!r}, so its arrays are shards: {advice}")
             if used.count(axis) > 1:
                 raise ValueError(f"mesh axis {axis!r} is named twice: tokens, batch and heads need an axis each")
         return cls(mesh, axis_name, tuple(batch_axes), head_axis)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from functools import cache, partial
 from itertools import product
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +124,7 @@ def test_a_second_derivative_raises_instead_of_being_wrong():
         jax.grad(lambda q: jax.grad(ring)(q).sum())(q)
 
 
+NAMES = SimpleNamespace(shape=3)  # as of nnx.Rngs, which has any attribute
 WRONG = {  # what only JAX can get wrong, and some of what core/test_problem.py checks, to show that a call is checked
     "kv heads must divide": lambda q, k, v: ((q, k[:, :, :1].repeat(3, 2), v[:, :, :1].repeat(3, 2)), {}),
     "unknown backend 'abacus'": lambda q, k, v: ((q, k, v), {"backend": "abacus"}),
@@ -131,12 +133,17 @@ WRONG = {  # what only JAX can get wrong, and some of what core/test_problem.py 
     "has no axis 'sequence': its axes are seq, pass axis_name='seq'": lambda q, k, v: ((q, k, v), {"axis_name": "sequence"}),
     "has no axis 'rows': its axes are seq, make a mesh with": lambda q, k, v: ((q, k, v), {"batch_axes": "rows"}),
     "mask must be full": lambda q, k, v: ((q, k, v), {"mask": None}),
+    "got the function causal: call it, mask=causal(...)": lambda q, k, v: ((q, k, v), {"mask": causal}),
     "kv_length=99 is more than": lambda q, k, v: ((q, k, v), {"kv_length": 99, "mask": full()}),
     "needs an even number of tokens a rank, got 7": lambda q, k, v: ((q[:, :14], k[:, :14], v[:, :14]), {}),
     "to_layout, which pads": lambda q, k, v: ((q[:, :15], k[:, :15], v[:, :15]), {}),
     "jax_enable_x64": lambda q, k, v: (tuple(np.asarray(x, np.float64) for x in (q, k, v)), {}),
     "bits(key)), got a PRNG key": lambda q, k, v: ((q, k, v), {"dropout_rate": 0.5, "dropout_seed": jax.random.key(0)}),
     "bits(key)), got a PRNG key array": lambda q, k, v: ((q, k, v), {"dropout_rate": 0.5, "dropout_seed": jax.random.PRNGKey(0)}),
+    "bits(key)), got SimpleNamespace": lambda q, k, v: (
+        (q, k, v),
+        {"dropout_rate": 0.5, "dropout_seed": SimpleNamespace(shape=3)},
+    ),
     "jax.random.bits(key)), got False": lambda q, k, v: ((q, k, v), {"dropout_rate": 0.5, "dropout_seed": False}),
     "extents must be 0 <= first <= end": lambda q, k, v: ((q, k, v), {"extents": np.full((2, 16, 2), [3, 2])}),
     "key_extents must be 0 <= first <= end": lambda q, k, v: ((q, k, v), {"key_extents": np.full((2, 16, 2), [3, 17])}),
@@ -165,6 +172,14 @@ def test_inside_shard_map_a_list_is_refused(layout):
     call = jax.shard_map(ring, mesh=mesh_of(2), in_specs=place, out_specs=place)
     with pytest.raises(ValueError, match="q, k and v must be arrays, got list"):
         call(arrays()[0])
+
+
+@pytest.mark.parametrize("over", [{"seq"}, {"data", "seq"}])
+def test_global_arrays_inside_a_shard_map_over_the_ring_are_refused(over):
+    mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
+    for call in (partial(sharded_ring_attention, mesh=mesh), sharded_ring_attention):
+        with pytest.raises(ValueError, match=r"inside a shard_map over 'seq', so its arrays are shards: call ring_attention"):
+            jax.eval_shape(jax.shard_map(call, mesh=mesh, in_specs=(SEQ,) * 3, out_specs=SEQ, axis_names=over), *arrays())
 
 
 def test_outside_shard_map_the_remedy_is_named():

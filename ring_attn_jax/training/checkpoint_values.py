@@ -27,8 +27,8 @@ def values_of(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, A
         for which, module in (("model", model), ("optimizer", optimizer)):
             if not isinstance(module, nnx.Pytree) and (which == "model" or module is not None):
                 raise ValueError(
-                    f"{which} must be an nnx module, got {type(module).__name__}: "
-                    "optax's transformations become one as nnx.Optimizer(model, transformation, wrt=nnx.Param)"
+                    f"{which} must be an nnx module, got {type(module).__name__}: nnx.Dict(state=nnx.Variable(x)) holds "
+                    "any pytree x, and nnx.Optimizer(model, transformation, wrt=nnx.Param) optax's transformations"
                 )
             for path, variable in _variables(module):
                 for keys, x in jax.tree_util.tree_leaves_with_path(variable.get_value()):
