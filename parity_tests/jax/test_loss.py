@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ring_attn_jax import count_labels, loss
+from ring_attn_jax import count_labels, loss, token_log_probs
 
 from ..support.losses import exact_loss, hidden_states
 from ..support.models import assert_near
@@ -104,10 +104,13 @@ def test_labels_are_counted_inside_shard_map_or_whole():
         count_labels(Y, axis_name=5)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("over", ["mesh", "one device"])
 @pytest.mark.parametrize("head", [None, W])
-def test_outside_jit_a_repeated_loss_over_a_mesh_compiles_nothing(head):
-    call = partial(loss, labels=Y, head=head, mesh=mesh_of(2), ignore_index=jnp.int32(-100))
+def test_outside_jit_a_repeated_loss_compiles_nothing(head, over):
+    where = {"mesh": mesh_of(2)} if over == "mesh" else {"axis_name": None}
+    call, scores = partial(loss, **where, ignore_index=jnp.int32(-100)), token_log_probs
     other = X + 1
-    call(X)
-    with jax.no_tracing():
-        call(other)
+    for x in (X, other):
+        with jax.no_tracing(x is other):
+            call(x, Y, head=head)
+            scores(x, Y, head=head)

@@ -106,6 +106,7 @@ def _hidden_backward(settings: ChunkSettings, kept: Any, dsums: tuple[jax.Array,
 _sum_of_hidden.defvjp(_hidden_forward, _hidden_backward)
 
 
+@partial(jax.jit, static_argnames=("settings", "gradients"))  # else each call outside jit would compile the loop again
 def _of_chunks(
     hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings, *, gradients: bool
 ) -> tuple[Sums, Any, Any]:

@@ -77,6 +77,7 @@ def _values(x: jax.Array, head: jax.Array | None, labels: jax.Array, settings: L
     return _forward(x, head, labels, settings)[0]
 
 
+@partial(jax.jit, static_argnames="settings")  # else each call outside jit would compile the loop over chunks again
 def _forward(
     x: jax.Array, head: jax.Array | None, labels: jax.Array, settings: LogProbSettings
 ) -> tuple[tuple[jax.Array, ...], Any]:
@@ -90,6 +91,7 @@ def _forward(
     return values, (x, head, labels, lse, values)
 
 
+@partial(jax.jit, static_argnames="settings")
 def _backward(settings: LogProbSettings, kept: Any, dvalues: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array | None, None]:
     x, head, labels, lse, values = lax.optimization_barrier(kept)  # else XLA keeps the logits that the forward converted
     if head is None:
