@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ring_attn_jax import RingTransformer, from_layout, from_numpy, gather_token, loss, shard_batch, to_numpy
 from ring_attn_jax.layers.block import SwiGLU
+from ring_attn_jax.sharded import ShardedAxes
 
 from ..support.models import LENGTH, TRANSFORMER, Arrays, assert_near, token_ids, transformer_weights
 from ..support.selection import first
@@ -125,3 +126,11 @@ def test_an_mlp_is_computed_again_once_in_chunks_or_not_in_a_block_that_is_compu
         program = jax.make_jaxpr(jax.grad(lambda state, ids, hidden=hidden: hidden(state, ids).sum()))(state, ids)
         again = 0 if activations == "keep" and chunk is None else AGAIN
         assert products(program.jaxpr, 56) == chunks * (FORWARD + again + BACKWARD), (whole, chunk)
+
+
+def test_outside_jit_a_repeated_call_of_a_chunked_mlp_compiles_nothing():
+    mlp = SwiGLU(8, 16, chunk=3, where=ShardedAxes.of(mesh_of(2), "seq", (), None), rngs=nnx.Rngs(0))
+    x = jnp.ones((2, 16, 8))
+    mlp(x)
+    with jax.no_tracing():
+        mlp(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -46,11 +47,16 @@ class SwiGLU(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.chunk is None:
             return self._of(x)
-        graph, weights = nnx.split(self)
-        return in_chunks(lambda weights, x: nnx.merge(graph, weights)._of(x), weights, x, self.chunk, self.where)
+        return _of_chunks(*nnx.split(self), x)
 
     def _of(self, x: jax.Array) -> jax.Array:
         return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+@partial(jax.jit, static_argnums=0)  # else each call outside jit would compile the loop over chunks again
+def _of_chunks(graph: Any, weights: Any, x: jax.Array) -> jax.Array:
+    mlp = nnx.merge(graph, weights)
+    return in_chunks(lambda weights, x: nnx.merge(graph, weights)._of(x), weights, x, mlp.chunk, mlp.where)
 
 
 class Block(nnx.Module):
