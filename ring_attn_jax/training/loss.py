@@ -177,8 +177,7 @@ def _mapped(
             f"labels {list(shape)} must be [batch, tokens], which {sizes[0]} members of the mesh can share equally by "
             f"rows and {sizes[1]} by tokens: shard with to_layout or shard_batch, which pad"
         )
-    tokens = PartitionSpec(where.batch_axes or None, where.axis_name)
-    specs = tokens, tokens, PartitionSpec()
+    specs = (tokens := PartitionSpec(where.batch_axes or None, where.axis_name)), tokens, PartitionSpec()
     place = lambda x, spec: jax.tree.map(lambda x: on_explicit_axes(x, where.mesh, spec), x)
     return _compiled(settings, reduction, where, specs)(*map(place, (logits, labels, head), specs))
 
