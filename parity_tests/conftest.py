@@ -74,7 +74,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 WITH = {
     "parity_tests/test_generate_parity.py": "parity_tests/jax/test_generate.py",
-    "parity_tests/test_layers_parity.py": "parity_tests/torch/test_layers.py",
     "parity_tests/torch/test_balanced_kernels.py": "parity_tests/torch/test_kernels.py",
     "parity_tests/torch/test_decode_kernels.py": "parity_tests/torch/test_kernels.py",
     "parity_tests/torch/test_tile_lists.py": "parity_tests/torch/test_kernels.py",

@@ -42,7 +42,7 @@ TESTS = (
     *("torch/test_transformers_interfaces.py", "torch/test_transformers_memory.py"),
     *("torch/test_transformers_models.py", "torch/test_transformers_parallel.py", "torch/test_transformers_refusals.py"),
     *("torch/test_transformers_accelerate.py", "torch/test_transformers_training.py", "jax/test_packed_steps.py"),
-    *("test_config_parity.py", "test_demo.py", "test_generate_cli.py", "test_layers_parity.py", "test_train_parity.py"),
+    *("claims/test_layers.py", "claims/test_models.py", "test_demo.py", "test_generate_cli.py", "test_train_parity.py"),
     *("test_weights_parity.py", "house/test_annotations.py", "house/test_imports.py"),
 )
 """Tests that call other packages: Hugging Face's, layers, training, weights, kernels, commands."""

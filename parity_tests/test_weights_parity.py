@@ -146,6 +146,7 @@ def test_jax_on_a_ring_computes_the_logits_of_transformers(name, ranks, tmp_path
 def test_folders_of_transformers_are_read_and_written(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     theirs = their_model(name)
+    assert_near({"logits": logits_of(theirs)}, {"logits": np.array(recorded()["logits"][name])}, 1e-5)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size=4000)
     assert (tmp_path / "theirs" / weight_files.INDEX).exists()
     model = ring_attn_torch.load_llama(tmp_path / "theirs", layout="contiguous")

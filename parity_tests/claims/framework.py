@@ -107,7 +107,11 @@ class Framework(ABC):
 
     @abstractmethod
     def make(self, layer: str, *sizes: Any, **arguments: Any) -> Any:
-        """Return an instance of this layer with first weights."""
+        """Return an instance of this layer with first weights, or what its classmethod "Layer.method" returns."""
+
+    @abstractmethod
+    def parameters(self, model: Any) -> list[Any]:
+        """Return the arrays that a model trains."""
 
     @abstractmethod
     def trainee(self) -> tuple[Any, Any]:
@@ -161,6 +165,10 @@ class Framework(ABC):
         With ``segments`` among the arguments it is a DilatedRingAttention, with ``summaries`` a SummaryAttention. ``whole``: in
         JAX the layer has the mesh.
         """
+
+    @abstractmethod
+    def transformer(self, ranks: int, layout: str, data: Arrays, seed: int | None = None, **sizes: Any) -> Arrays:
+        """Return loss, logits and gradients of a RingTransformer, in natural order; ``data``: what shard_batch takes."""
 
 
 def check_agree(case: Case, a: Attention, b: Attention) -> float:

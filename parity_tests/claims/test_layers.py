@@ -10,6 +10,7 @@ import pytest
 from ring_attn_core import sliding_window
 
 from ..support.models import (
+    EVERYTHING,
     LAYER,
     LENGTH,
     TRANSFORMER,
@@ -20,6 +21,7 @@ from ..support.models import (
     dilated_arguments,
     layer_data,
     layer_weights,
+    packed_batch,
     token_ids,
     transformer_weights,
 )
@@ -111,6 +113,15 @@ def test_the_layer_of_summaries_is_right_in_every_weight(framework, ranks, whole
     x, dout = layer_data()
     arguments = {name: SUMMARY_LAYER[name] for name in ("block", "summaries", "window")}
     check_summary_layer(framework.layer(summary_weights(), x, dout, ranks, arguments, whole=whole), summary_weights(), x, dout)
+
+
+@pytest.mark.exhaustive
+def test_a_transformer_of_every_feature_is_one_on_any_ring_of_either_framework(frameworks):
+    """Logits, loss and gradients over packed documents, a key mask and dropout; PyTorch on one device has no group."""
+    run = lambda each, ranks: each.transformer(ranks, "zigzag" if ranks > 1 else "contiguous", packed_batch(), 7, **EVERYTHING)
+    one, *others = (run(each, ranks) for each in frameworks for ranks in (1, 4))
+    for other in others:
+        assert_near(other, one, 1e-5)
 
 
 @pytest.mark.parametrize("counts", [(3, 0, 10, 1), (0, 0, 0, 0)])

@@ -2,21 +2,63 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import fields
+
 import numpy as np
 import pytest
 
 from ring_attn_core.model.config import TransformerConfig
 
-from ..support.models import TRANSFORMER, transformer_weights
+from ..support.models import NEW, TRANSFORMER, token_ids, transformer_weights
+from ..support.selection import first, in_each
 
 
 @pytest.mark.parametrize(("tied", "sinks"), [(True, False), (False, True)])
-def test_weights_go_to_numpy_and_back(framework, tied, sinks):
-    model = framework.make("RingTransformer", **TRANSFORMER | {"tied": tied, "sinks": sinks, "alibi": True})
-    weights = transformer_weights(tied, sinks=sinks)
-    assert {name: x.shape for name, x in framework.to_numpy(model).items()} == {name: x.shape for name, x in weights.items()}
+def test_a_config_makes_a_model_whose_weights_go_to_numpy_and_back(framework, tied, sinks):
+    config = TransformerConfig(**TRANSFORMER | NEW, tied=tied, sinks=sinks, alibi=True, compute_dtype="bfloat16")
+    model = framework.make("RingTransformer.from_config", TransformerConfig.from_json(config.to_json()))
+    assert model.config == config
+    weights, made = transformer_weights(tied, sinks=sinks, **NEW), framework.to_numpy(model)
+    assert {name: x.shape for name, x in made.items()} == {name: x.shape for name, x in weights.items()}
+    for name, x in made.items():
+        assert x.ndim > 1 or "sinks" in name or (x == ("bias" not in name)).all()
     for name, x in framework.to_numpy(framework.from_numpy(model, weights)).items():
         np.testing.assert_array_equal(x, weights[name])
+
+
+@in_each("name", jax=first(NEW, 0), torch=NEW)
+def test_every_new_argument_changes_the_logits(framework, name):
+    ids, weights, logits = framework.array(token_ids()[0][:, :36]), transformer_weights(**NEW), []
+    for sizes in (NEW, {feature: x for feature, x in NEW.items() if feature != name}):
+        model = framework.make("RingTransformer", **TRANSFORMER | sizes, layout="contiguous", **framework.ring(1))
+        framework.from_numpy(model, {w: weights[w] for w in transformer_weights(**sizes)})
+        logits.append(framework.numpy(framework.compiled(lambda ids, model=model: model(ids))(ids)))
+    assert np.abs(logits[0] - logits[1]).max() > 1e-3
+
+
+@pytest.mark.parametrize(("kept", "computed"), [("bfloat16", None), ("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_weights_are_kept_and_activations_computed_in_the_dtypes_of_the_config(framework, kept, computed):
+    dtype = lambda name: name and framework.array(np.zeros(1), name).dtype
+    sizes = TRANSFORMER | NEW | {"tied": False, "layout": "contiguous"}
+    named, given = (
+        framework.make("RingTransformer", **sizes, param_dtype=of(kept), compute_dtype=of(computed), **framework.ring(1))
+        for of in (lambda name: name, dtype)
+    )
+    assert {x.dtype for model in (named, given) for x in framework.parameters(model)} == {dtype(kept)}
+    assert named.config == given.config
+    ids = framework.array(np.zeros((1, 8), np.int32))
+    assert framework.compiled(lambda ids: named(ids))(ids).dtype == dtype(computed or kept)
+    with pytest.raises(ValueError, match=r"param_dtype must be one of float32, .*, got 'half'"):
+        framework.make("RingTransformer", **TRANSFORMER, param_dtype="half")
+
+
+def test_every_field_of_a_config_is_an_argument_of_the_transformer(framework):
+    of = framework.RingTransformer
+    made, loaded = (set(inspect.signature(function).parameters) for function in (of.__init__, of.from_config))
+    names = {x.name for x in fields(TransformerConfig)}
+    assert names <= made
+    assert made - names - {"self"} == loaded - {"config"}
 
 
 def test_a_state_with_one_name_too_many_changes_nothing(framework):

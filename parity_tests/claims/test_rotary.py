@@ -7,8 +7,10 @@ import pytest
 
 from ring_attn_core import LAYOUTS
 
-from ..support.float64 import CLOSE, ROTARIES, turned
+from ..support.float64 import CLOSE, LAYERS, ROTARIES, check, layer, turned
 from ..support.models import LENGTH, rotate
+from ..support.published import SCALINGS
+from ..support.selection import first, grid, in_each
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -22,13 +24,13 @@ def test_rotary_of_every_shard_is_the_shard_of_the_rotated_whole(framework, layo
     np.testing.assert_allclose(whole, rotate(x.astype(np.float64), np.arange(LENGTH)), atol=2e-6)
 
 
-def test_rotary_is_right_at_a_million_tokens_and_for_positions_of_every_row(framework):
+@pytest.mark.parametrize("name", SCALINGS)
+def test_rotary_is_right_at_a_million_tokens_and_for_positions_of_every_row(framework, name):
+    head_dim, rotary, _ = SCALINGS[name]
     where = np.stack([np.arange(LENGTH), 2**20 - 1 - 513 * np.arange(LENGTH)]).astype(np.int32)
-    x = np.random.default_rng(0).standard_normal((2, LENGTH, 3, 64)).astype(np.float32)
-    got = framework.RotaryEmbedding(64, base=500000.0)(framework.array(x), framework.array(where))
-    for row in range(2):
-        exact = rotate(x[row : row + 1].astype(np.float64), where[row], base=500000.0)
-        np.testing.assert_allclose(got[row : row + 1], exact, atol=1e-5)
+    x, exact = turned(rotary, where, head_dim)
+    turn = framework.RotaryEmbedding(head_dim, rotary.base, rotary.scaling)
+    np.testing.assert_allclose(turn(framework.array(x.astype(np.float32)), framework.array(where)), exact, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
@@ -52,10 +54,21 @@ def test_rotary_of_bfloat16_does_not_round_positions(framework):
 
 @pytest.mark.parametrize("rotary", ROTARIES, ids=lambda rotary: str(rotary.scaling))
 def test_angles_of_float64_are_float64(framework, rotary):
-    x, where, exact = turned(rotary)
+    where = 83 * np.arange(LENGTH)
+    x, exact = turned(rotary, where)
     with framework.x64():
         got = framework.RotaryEmbedding(16, rotary.base, rotary.scaling)(framework.array(x), framework.array(where))
     np.testing.assert_allclose(got, exact, rtol=CLOSE, atol=CLOSE)
+
+
+IN_JAX = [(2, "everything"), (2, "rotary"), (1, "everything"), (4, "everything")]
+
+
+@in_each("ranks,name", jax=first(IN_JAX, 0, 2), torch=grid([1, 2, 4], LAYERS))
+def test_a_layer_of_float64_is_exact_over_a_ring(framework, ranks, name):
+    *arrays, arguments = layer(name)
+    with framework.x64():
+        check(framework.layer(*arrays, ranks, arguments), name)
 
 
 @pytest.mark.parametrize("kept", ["float64", "float32", "bfloat16"])

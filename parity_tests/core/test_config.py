@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -56,7 +56,7 @@ def test_a_config_goes_to_json_and_back(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_arguments_of_a_config_make_it_again(name):
     config = TransformerConfig(**SIZES | CONFIGS[name])
-    assert TransformerConfig(**config.arguments) == config
+    assert TransformerConfig(**config.arguments) == replace(config) == config
     for layer in range(config.depth):
         attention = config.attention(layer)
         assert AttentionConfig(**attention.arguments) == attention

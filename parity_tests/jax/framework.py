@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import jax
@@ -77,7 +78,10 @@ class Jax(Framework):
         return {"mesh": ring.mesh_of(ranks)}
 
     def make(self, layer: str, *sizes: Any, **arguments: Any) -> Any:
-        return getattr(self.package, layer)(*sizes, **arguments, rngs=nnx.Rngs(0))
+        return attrgetter(layer)(self.package)(*sizes, **arguments, rngs=nnx.Rngs(0))
+
+    def parameters(self, model: Any) -> list[Any]:
+        return jax.tree.leaves(nnx.state(model, nnx.Param))
 
     def trainee(self) -> tuple[Any, Any]:
         from .test_checkpoint import made
@@ -112,6 +116,9 @@ class Jax(Framework):
 
     def layer(self, weights: Any, x: np.ndarray, dout: np.ndarray, ranks: int, arguments: Any, *, whole: bool = False) -> Any:
         return models.run_layer(weights, x, dout, ranks, arguments, whole)
+
+    def transformer(self, ranks: int, layout: str, data: Any, seed: int | None = None, **sizes: Any) -> Any:
+        return models.run_transformer(ranks, layout, data, seed, **sizes)
 
 
 def _program(function: Callable[..., Any], where: dict[str, Any] | None = None) -> Callable[..., Any]:

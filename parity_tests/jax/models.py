@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -21,20 +20,7 @@ from ring_attn_jax.layers.transformer import RingTransformer
 from ring_attn_jax.training.loss import loss
 from ring_attn_jax.training.weights import from_numpy, to_numpy
 
-from ..support.models import (
-    LAYER,
-    LEARNING_RATE,
-    LENGTH,
-    PACKED,
-    PACKED_LENGTH,
-    STEPS,
-    TRANSFORMER,
-    Arrays,
-    in_one,
-    made_and_called,
-    packed_batch,
-    transformer_weights,
-)
+from ..support.models import LAYER, LENGTH, TRANSFORMER, Arrays, made_and_called, transformer_weights
 from .ring import SEQ, mesh_of
 
 REPLICATED = PartitionSpec()
@@ -108,32 +94,11 @@ def sharded(ranks: int, layout: str, **data: np.ndarray) -> dict[str, jax.Array]
     return {name: x for name, x in batch._asdict().items() if isinstance(x, jax.Array)}
 
 
-def run_transformer(
-    weights: Arrays, ids: np.ndarray, labels: np.ndarray, ranks: int, layout: str, seed: int | None = None, **sizes: Any
-) -> Arrays:
-    """Logits in natural order, the loss, and the gradients of every weight."""
-    model, step = transformer_step(ranks, layout, **sizes)
-    parameters = loaded(model, weights, ranks)
-    (value, logits), gradients = step(parameters, sharded(ranks, layout, ids=ids, labels=labels), seed)
+def run_transformer(ranks: int, layout: str, data: Arrays, seed: int | None = None, **sizes: Any) -> Arrays:
+    """Logits in natural order, the loss, and the gradients of every weight; ``data``: what shard_batch takes."""
+    length = data["ids"].shape[1]
+    model, step = transformer_step(ranks, layout, length, **sizes)
+    parameters = loaded(model, transformer_weights(**sizes), ranks)
+    (value, logits), gradients = step(parameters, sharded(ranks, layout, **data), seed)
     nnx.update(model, gradients)
-    return {"loss": np.asarray(value), "logits": np.asarray(from_layout(logits, layout, ranks, LENGTH)), **to_numpy(model)}
-
-
-@cache
-def packed_training(ranks: int) -> Arrays:
-    """Losses of the training of PACKED, the gradients of its first ten steps, and the weights after it."""
-    model, step = transformer_step(ranks, "zigzag", PACKED_LENGTH, **PACKED)
-    parameters = loaded(model, transformer_weights(**PACKED), ranks)
-    data, losses, every = sharded(ranks, "zigzag", **packed_batch()), [], []
-    optimizer = optax.sgd(LEARNING_RATE)
-    state = optimizer.init(parameters)
-    for seed in range(STEPS):
-        (value, _), gradients = step(parameters, data, seed)
-        losses.append(float(value))
-        if seed < 10:
-            nnx.update(model, gradients)
-            every.append(to_numpy(model))
-        updates, state = optimizer.update(gradients, state)
-        parameters = optax.apply_updates(parameters, updates)
-    nnx.update(model, parameters)
-    return {"losses": np.array(losses), **in_one(every), **to_numpy(model)}
+    return {"loss": np.asarray(value), "logits": np.asarray(from_layout(logits, layout, ranks, length)), **to_numpy(model)}

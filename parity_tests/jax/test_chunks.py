@@ -15,7 +15,7 @@ from ring_attn_jax import RingTransformer, from_layout, from_numpy, gather_token
 from ring_attn_jax.layers.block import SwiGLU
 from ring_attn_jax.sharded import ShardedAxes
 
-from ..support.models import LENGTH, TRANSFORMER, Arrays, assert_near, token_ids, transformer_weights
+from ..support.models import LENGTH, TRANSFORMER, Arrays, assert_near, token_data, token_ids, transformer_weights
 from ..support.selection import first
 from .models import REPLICATED, run_transformer
 from .ring import AS_USERS, SEQ, mesh_of
@@ -24,7 +24,7 @@ from .ring import AS_USERS, SEQ, mesh_of
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "tied"), first([(2, False), (4, True)]))
 def test_loss_and_gradients_in_chunks_are_those_of_the_whole(ranks, tied):
-    whole = run_transformer(transformer_weights(tied, depth=1), *token_ids(), 1, "striped", tied=tied, depth=1)
+    whole = run_transformer(1, "striped", token_data(), tied=tied, depth=1)
     assert_near(chunked(ranks, tied), whole | {"last": whole["logits"][:, -1]}, 1e-5)
 
 
@@ -56,7 +56,7 @@ def test_on_a_mesh_with_explicit_axes_every_device_cuts_its_own_tokens():
     mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     ids, labels = token_ids()
     sizes: dict[str, Any] = {"tied": False, "depth": 1}
-    expected = run_transformer(transformer_weights(**sizes), ids, labels, 1, "striped", **sizes)
+    expected = run_transformer(1, "striped", token_data(), **sizes)
     with jax.set_mesh(mesh):
         whole: dict[str, Any] = {"mesh": mesh, "batch_axes": "data"}
         model = RingTransformer(**TRANSFORMER | sizes, **whole, mlp_chunk=4, layout="striped", rngs=nnx.Rngs(0))

@@ -23,13 +23,11 @@ from ..support.models import (
     MIDDLE,
     TRANSFORMER,
     VOCAB,
-    assert_near,
     layer_pair,
     token_pair,
     transformer_weights,
 )
 from ..support.selection import first
-from .models import packed_training
 from .ring import mesh_of
 
 
@@ -64,14 +62,6 @@ def reached_by_the_middle(mask: Band, windows: tuple[int | None, ...]) -> list[n
         results = [program(x) for x in shards]
         reached.append(np.flatnonzero((results[0] != results[1]).any((0, 2))))
     return reached
-
-
-@pytest.mark.exhaustive
-def test_packed_training_over_a_ring_is_the_one_on_one_device():
-    ring, alone = packed_training(4), packed_training(1)
-    np.testing.assert_allclose(ring["losses"], alone["losses"], rtol=1e-5)
-    assert_near(ring, alone, 1e-5)
-    assert alone["losses"][-1] < 0.5 * alone["losses"][0]
 
 
 def test_ids_that_are_no_integers_and_a_loss_without_a_ring_are_refused():

@@ -40,10 +40,9 @@ def check(got: Arrays, name: str) -> None:
     assert_near(got, attention_layer(weights, x, dout, **features), CLOSE)
 
 
-def turned(rotary: Rotary) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return x [b s h 16], positions up to 3000, and x after the rotary embedding."""
-    x = np.random.default_rng(0).standard_normal((2, LENGTH, 3, 16))
-    where = 83 * np.arange(LENGTH)
-    turns = np.exp(1j * where[:, None, None] * np.array(inverse_frequencies(rotary, 16))) * attention_factor(rotary)
-    exact = (x[..., :8] + 1j * x[..., 8:]) * turns
-    return x, where, np.concatenate([exact.real, exact.imag], -1)
+def turned(rotary: Rotary, where: np.ndarray, head_dim: int = 16) -> tuple[np.ndarray, np.ndarray]:
+    """Return x [b s h head_dim], and x after the rotary embedding of its positions."""
+    x = np.random.default_rng(0).standard_normal((2, LENGTH, 3, head_dim))
+    turns = np.exp(1j * where[..., None, None] * np.array(inverse_frequencies(rotary, head_dim))) * attention_factor(rotary)
+    exact = (x[..., : head_dim // 2] + 1j * x[..., head_dim // 2 :]) * turns
+    return x, np.concatenate([exact.real, exact.imag], -1)

@@ -8,6 +8,7 @@ import numpy as np
 
 from ring_attn_core import Band, causal, full, sliding_window
 from ring_attn_core.model.alibi import alibi_slopes
+from ring_attn_core.model.rotary import Llama3, Rotary, YaRN
 from ring_attn_core.reference import dilated
 from ring_attn_core.reference.oracle import Attention, exact, plain
 from ring_attn_core.reference.tolerance import bound, relative_error
@@ -28,8 +29,16 @@ PACKED: dict[str, Any] = TRANSFORMER | {
     "dropout_rate": 0.1,
 }
 """A transformer with a window per layer and every other feature of attention."""
-PACKED_LENGTH, STEPS, LEARNING_RATE = 61, 50, 0.02
-"""The training of PACKED: STEPS steps of plain gradient descent, with another dropout seed at each step."""
+NEW: dict[str, Any] = {
+    "qk_norm": True,
+    "qkv_bias": True,
+    "eps": 0.01,
+    "rotaries": (Rotary(100.0, Llama3(4.0, 1.0, 4.0, 64)), Rotary(50.0, YaRN(3.0, 16))),
+    "windows": (7, None),
+}
+"""The features of a model besides attention's own, of a size that shows in the logits."""
+EVERYTHING: dict[str, Any] = PACKED | NEW | {"rotaries": (*NEW["rotaries"], 1e4), "windows": PACKED["windows"], "tied": False}
+EVERYTHING.pop("rotary_base")
 
 MIDDLE = LENGTH // 2
 
@@ -118,6 +127,11 @@ def token_ids(batch: int = BATCH) -> tuple[np.ndarray, np.ndarray]:
     return ids, labels
 
 
+def token_data() -> Arrays:
+    """Return ``shard_batch``'s ids and labels: those of ``token_ids``."""
+    return dict(zip(("ids", "labels"), token_ids(), strict=True))
+
+
 def layer_pair() -> tuple[np.ndarray, np.ndarray]:
     """Return x, and x with another token in the MIDDLE."""
     x, _ = layer_data()
@@ -135,11 +149,11 @@ def token_pair() -> tuple[np.ndarray, np.ndarray]:
 
 
 def packed_batch() -> Arrays:
-    """Return ``shard_batch``'s arguments [batch, length]: 3 documents between padding, and 3 of which the first has no keys."""
+    """Return ``shard_batch``'s arguments [batch, 61]: 3 documents between padding, and 3 of which the first has no keys."""
     rng = np.random.default_rng(6)
-    ids = rng.integers(0, VOCAB, (BATCH, PACKED_LENGTH)).astype(np.int32)
     documents = np.repeat([[-1, 0, 1, 2, -1], [0, 1, 2, 2, 2]], [4, 13, 9, 27, 8], axis=1).astype(np.int32)
-    key_mask = rng.random((BATCH, PACKED_LENGTH)) < 0.9
+    ids = rng.integers(0, VOCAB, documents.shape).astype(np.int32)
+    key_mask = rng.random(documents.shape) < 0.9
     key_mask[1, documents[1] == 0] = False
     return {"ids": ids, "documents": documents, "key_mask": key_mask}
 
@@ -228,8 +242,3 @@ def apart(ours: Arrays, theirs: Arrays) -> float:
     norm = lambda arrays: float(np.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in arrays)))
     least = norm(theirs.values()) / 100
     return max(norm([ours[name] - x]) / max(norm([x]), least) for name, x in theirs.items())
-
-
-def in_one(gradients: list[Arrays]) -> Arrays:
-    """Return the gradients of all steps, [steps, ...], under names of their own."""
-    return {f"gradient of {name}": np.stack([step[name] for step in gradients]) for name in gradients[0]}

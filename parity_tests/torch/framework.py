@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -81,7 +82,10 @@ class Torch(Framework):
 
     def make(self, layer: str, *sizes: Any, **arguments: Any) -> Any:
         torch.manual_seed(0)
-        return getattr(self.package, layer)(*sizes, **arguments)
+        return attrgetter(layer)(self.package)(*sizes, **arguments)
+
+    def parameters(self, model: Any) -> list[Any]:
+        return [*model.parameters()]
 
     def trainee(self) -> tuple[Any, Any]:
         from .test_checkpoint import made
@@ -107,7 +111,15 @@ class Torch(Framework):
         return list(map(self.numpy, first))
 
     def layer(self, weights: Any, x: np.ndarray, dout: np.ndarray, ranks: int, arguments: Any, *, whole: bool = False) -> Any:
-        first, *others = self.pool()(ranks, models.layer_on_rank, weights, x, dout, arguments)
+        return self._same(ranks, models.layer_on_rank, weights, x, dout, arguments)
+
+    def transformer(self, ranks: int, layout: str, data: Any, seed: int | None = None, **sizes: Any) -> Any:
+        on_rank = partial(models.transformer_on_rank, layout=layout, data=data, seed=seed, **sizes)
+        return on_rank(None) if ranks == 1 else self._same(ranks, on_rank)
+
+    def _same(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what every rank has computed, equal to the bit."""
+        first, *others = self.pool()(ranks, function, *arguments)
         assert all(np.array_equal(other[name], y, equal_nan=True) for other in others for name, y in first.items())
         return first
 

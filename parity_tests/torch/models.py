@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,22 +16,9 @@ from ring_attn_torch.layers.summary import SummaryAttention
 from ring_attn_torch.layers.transformer import RingTransformer
 from ring_attn_torch.training.gradients import sum_gradients
 from ring_attn_torch.training.loss import loss
-from ring_attn_torch.training.weights import from_numpy, to_numpy
+from ring_attn_torch.training.weights import from_numpy
 
-from ..support.models import (
-    LAYER,
-    LEARNING_RATE,
-    LENGTH,
-    PACKED,
-    STEPS,
-    TRANSFORMER,
-    Arrays,
-    in_one,
-    made_and_called,
-    packed_batch,
-    transformer_weights,
-)
-from ..support.spawn import Ranks
+from ..support.models import LAYER, LENGTH, TRANSFORMER, Arrays, made_and_called, transformer_weights
 
 Group = dist.ProcessGroup | None
 
@@ -60,45 +46,13 @@ def layer_on_rank(group: Group, weights: Arrays, x: np.ndarray, dout: np.ndarray
     }
 
 
-def transformer_on_rank(
-    group: Group, weights: Arrays, ids: np.ndarray, labels: np.ndarray, layout: str, sizes: dict[str, Any]
-) -> Arrays:
-    """Logits of all ranks in natural order, the loss, and the gradients of every weight."""
-    model = from_numpy(RingTransformer(**TRANSFORMER | sizes, layout=layout, group=group), weights)
-    logits, value = step(model, group, ids=ids, labels=labels)
-    return {"loss": value.detach().numpy(), "logits": whole(logits, layout, group), **gradients(model)}
-
-
-def training_on_rank(group: Group, weights: Arrays, ids: np.ndarray, labels: np.ndarray, layout: str, steps: int) -> Arrays:
-    """Losses of some steps of AdamW, and the weights after them."""
-    model = from_numpy(RingTransformer(**TRANSFORMER, layout=layout, group=group), weights)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        losses.append(step(model, group, ids=ids, labels=labels)[1].item())
-        optimizer.step()
-    return {"losses": np.array(losses), **to_numpy(model)}
-
-
-def packed_training_on_rank(group: Group) -> Arrays:
-    """Losses of the training of PACKED, the gradients of its first ten steps, and the weights after it."""
-    model = from_numpy(RingTransformer(**PACKED, group=group), transformer_weights(**PACKED))
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    losses, every = [], []
-    for seed in range(STEPS):
-        optimizer.zero_grad()
-        losses.append(step(model, group, seed, **packed_batch())[1].item())
-        if seed < 10:
-            every.append({name: x.copy() for name, x in gradients(model).items()})
-        optimizer.step()
-    return {"losses": np.array(losses), **in_one(every), **to_numpy(model)}
-
-
-@cache
-def packed_training(pool: Ranks, ranks: int) -> list[Arrays]:
-    """``packed_training_on_rank`` of every rank; it takes seconds, and two tests look at it."""
-    return pool(ranks, packed_training_on_rank)
+def transformer_on_rank(group: Group, layout: str, data: Arrays, seed: int | None = None, **sizes: Any) -> Arrays:
+    """Logits of all ranks in natural order, the loss, and the gradients of every weight; ``data``: what shard_batch takes."""
+    model = RingTransformer(**TRANSFORMER | sizes, layout=layout, group=group)  # type: ignore[arg-type]
+    from_numpy(model, transformer_weights(**sizes))
+    logits, value = step(model, group, seed, **data)
+    logits = whole(logits, layout, group, data["ids"].shape[1])
+    return {"loss": value.detach().numpy(), "logits": logits, **gradients(model)}
 
 
 def step(model: RingTransformer, group: Group, seed: int | None = None, **data: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -118,7 +72,7 @@ def gradients(module: nn.Module) -> Arrays:
     return {name: p.grad.numpy() for name, p in module.named_parameters() if p.grad is not None}
 
 
-def whole(shard: Tensor, layout: str, group: Group) -> np.ndarray:
+def whole(shard: Tensor, layout: str, group: Group, length: int = LENGTH) -> np.ndarray:
     """The array of all ranks in natural order, in float32 (float64 for float64), padding cut off."""
     shard = shard.detach().to(torch.promote_types(shard.dtype, torch.float32)).contiguous()
     shards = [torch.empty_like(shard) for _ in range(ranks_of(group))]
@@ -126,7 +80,7 @@ def whole(shard: Tensor, layout: str, group: Group) -> np.ndarray:
         shards = [shard]
     else:
         dist.all_gather(shards, shard, group=group)
-    return from_layout(torch.cat(shards, 1), layout, ranks_of(group), LENGTH).numpy()
+    return from_layout(torch.cat(shards, 1), layout, ranks_of(group), length).numpy()
 
 
 def ranks_of(group: Group) -> int:

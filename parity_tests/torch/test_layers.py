@@ -19,26 +19,19 @@ from ring_attn_torch import (
 )
 
 from ..support.models import (
+    EVERYTHING,
     LAYER,
     LENGTH,
     MIDDLE,
     TRANSFORMER,
     VOCAB,
-    assert_near,
-    check_layer,
     layer_data,
     layer_pair,
-    layer_weights,
     token_ids,
     token_pair,
     transformer_weights,
 )
-from .models import Group, layer_on_rank, packed_training, packed_training_on_rank, whole
-
-
-def test_layer_without_torch_distributed_is_a_ring_of_one():
-    x, dout = layer_data()
-    check_layer(layer_on_rank(None, layer_weights(), x, dout, {"layout": "contiguous"}), layer_weights(), x, dout)
+from .models import Group, whole
 
 
 def test_loss_of_bfloat16_logits_is_float32_and_a_label_outside_the_vocabulary_raises():
@@ -100,15 +93,6 @@ def test_a_call_without_a_seed_is_evaluation():
     assert not torch.equal(layer(x), layer(x, dropout_seed=3))
 
 
-@pytest.mark.exhaustive
-def test_packed_training_over_a_ring_is_the_one_on_one_device(gloo):
-    alone = packed_training_on_rank(None)
-    for ring in packed_training(gloo, 4):
-        np.testing.assert_allclose(ring["losses"], alone["losses"], rtol=1e-5)
-        assert_near(ring, alone, 1e-5)
-    assert alone["losses"][-1] < 0.5 * alone["losses"][0]
-
-
 def test_a_layer_can_be_copied_and_moved_to_another_dtype(gloo):
     assert gloo(2, copied_on_rank) == [True, True]
 
@@ -121,8 +105,7 @@ def copied_on_rank(group: Group) -> bool:
 
 @pytest.mark.slow
 def test_a_transformer_and_its_loss_compile_as_one_graph():
-    everything = {"windows": (9,), "softcap": 2.0, "sinks": True, "alibi": True, "dropout_rate": 0.2}
-    model = RingTransformer(**TRANSFORMER | {"depth": 1, "layout": "contiguous"} | everything)
+    model = RingTransformer(**EVERYTHING | {"layout": "contiguous"})
     ids, labels = map(torch.from_numpy, token_ids())
     objective = lambda ids, labels, seed: loss(model(ids, dropout_seed=seed), labels)
     compiled = torch.compile(objective, fullgraph=True, backend="aot_eager")
