@@ -10,6 +10,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import re
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -63,6 +64,12 @@ class Ranks:
             mine = [a.of(rank) if isinstance(a, PerRank) else a for a in arguments]
             pipe.send((ranks, function, mine))
         return [self._receive(rank) for rank in range(ranks)]
+
+    def refuse(self, message: str, ranks: int, function: Callable[..., Any], *arguments: Any) -> None:
+        """Assert that all ranks raise the same ValueError, in which the regular expression ``message`` is found."""
+        errors = self.outcomes(ranks, function, *arguments)
+        assert len({*map(str, errors)}) == 1 and isinstance(errors[0], ValueError), errors
+        assert re.search(message, str(errors[0])), errors[0]
 
     def _receive(self, rank: int) -> Any:
         process, pipe = self._processes[rank]

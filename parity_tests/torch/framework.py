@@ -9,7 +9,6 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 import numpy as np
-import pytest
 import torch
 
 import ring_attn_torch
@@ -63,10 +62,7 @@ class Torch(Framework):
         return not function(self.array(x).requires_grad_()).requires_grad
 
     def refuses(self, message: str, ranks: int, function: Any, *shards: Any) -> None:
-        errors = self.pool().outcomes(ranks, _called, function, *(PerRank(*self._parts(x, ranks)) for x in shards))
-        assert len(set(map(str, errors))) == 1, errors
-        with pytest.raises(ValueError, match=message):
-            raise errors[0]
+        self.pool().refuse(message, ranks, _called, function, *(PerRank(*self._parts(x, ranks)) for x in shards))
 
     def alone(self, name: str) -> Any:
         return getattr(self.package, name)
