@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,6 +35,25 @@ def pytest_configure(config: pytest.Config) -> None:
     collect_rarely()
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Timings(config.getoption("--timings")))
+
+
+class File(pytest.Module):
+    """A file of tests, skipped if a package that it imports is not installed."""
+
+    def _getobj(self) -> Any:
+        try:
+            return super()._getobj()
+        except self.CollectError as error:
+            cause: BaseException | None = error
+            while cause := cause.__cause__:
+                name = isinstance(cause, ModuleNotFoundError) and (cause.name or "").partition(".")[0]
+                if name and find_spec(name) is None:
+                    pytest.skip(f"needs {name}", allow_module_level=True)
+            raise
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return File.from_parent(parent, path=module_path)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest reads -m

@@ -7,25 +7,22 @@ import re
 from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-jax = pytest.importorskip("jax")
-torch = pytest.importorskip("torch")
-pytest.importorskip("flax")
+import ring_attn_jax
+import ring_attn_torch
+from ring_attn_core.keywords import ELSEWHERE
 
-import jax.numpy as jnp  # noqa: E402
-from flax import nnx  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
-
-import ring_attn_jax  # noqa: E402
-import ring_attn_torch  # noqa: E402
-from ring_attn_core.keywords import ELSEWHERE  # noqa: E402
-
-from .jax.ring import mesh_of  # noqa: E402
-from .support.models import TRANSFORMER  # noqa: E402
-from .support.selection import first  # noqa: E402
-from .support.spawn import PerRank  # noqa: E402
+from .jax.ring import mesh_of
+from .support.models import TRANSFORMER
+from .support.selection import first
+from .support.spawn import PerRank
 
 X = np.random.default_rng(0).standard_normal((1, 8, 2, 4)).astype(np.float32)
 MESSAGE = "dropout_seed was given without dropout_rate, and nothing would be dropped: pass dropout_rate="

@@ -7,26 +7,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from flax import nnx
 
+import ring_attn_jax
+import ring_attn_torch
 from ring_attn_core import plan_batches
 
+from .jax.ring import mesh_of
 from .support import corpus
 from .support.models import Arrays, assert_near
 from .support.spawn import Ranks
-
-jax = pytest.importorskip("jax")
-torch = pytest.importorskip("torch")
-pytest.importorskip("flax")
-
-import jax.numpy as jnp  # noqa: E402
-from flax import nnx  # noqa: E402
-
-import ring_attn_jax  # noqa: E402
-import ring_attn_torch  # noqa: E402
-
-from .jax.ring import mesh_of  # noqa: E402
 
 PACKAGES = {"jax": ring_attn_jax, "torch": ring_attn_torch}
 LENGTHS = (60, 31, 5, 17, 29, 1, 44, 8, 23, 12, 3, 50)

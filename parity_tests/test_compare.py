@@ -13,17 +13,17 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-for package in ("torch", "jax", "flax", "matplotlib", "typer"):
+from ring_attn_cli import compare
+from ring_attn_cli.compare import comparison, export, user
+from ring_attn_cli.compare.comparison import Comparison, choose_contestants
+from ring_attn_cli.compare.sweep import make_sweep
+from ring_attn_cli.main import app
+
+for package in ("torch", "jax", "flax", "matplotlib"):
     pytest.importorskip(package)
 
-from typer.testing import CliRunner  # noqa: E402
-
-from ring_attn_cli import compare  # noqa: E402
-from ring_attn_cli.compare import comparison, export, user  # noqa: E402
-from ring_attn_cli.compare.comparison import Comparison, choose_contestants  # noqa: E402
-from ring_attn_cli.compare.sweep import make_sweep  # noqa: E402
-from ring_attn_cli.main import app  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 PLANTED = "parity_tests.support.planted"

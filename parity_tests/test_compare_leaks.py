@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-for package in ("torch", "jax", "flax", "typer"):
+from ring_attn_cli import compare
+from ring_attn_cli.compare.cases import Case
+from ring_attn_cli.compare.leaks import KEY, QUERY, Leak, Probed, _changes
+from ring_attn_cli.compare.messages import Change
+from ring_attn_cli.main import app
+
+for package in ("torch", "jax", "flax"):
     pytest.importorskip(package)
 
-from typer.testing import CliRunner  # noqa: E402
-
-from ring_attn_cli import compare  # noqa: E402
-from ring_attn_cli.compare.cases import Case  # noqa: E402
-from ring_attn_cli.compare.leaks import KEY, QUERY, Leak, Probed, _changes  # noqa: E402
-from ring_attn_cli.compare.messages import Change  # noqa: E402
-from ring_attn_cli.main import app  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 PLANTED = "parity_tests.support.leaking"

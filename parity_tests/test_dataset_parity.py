@@ -7,13 +7,12 @@ import sys
 import numpy as np
 import pytest
 
+import ring_attn_jax as jax_package
+import ring_attn_torch as torch_package
 from ring_attn_core import LAYOUTS
 
 from .support import corpus
 from .support.corpus import LENGTH, RANKS
-
-jax_package = pytest.importorskip("ring_attn_jax")
-torch_package = pytest.importorskip("ring_attn_torch")
 
 PACKAGES = {"jax": jax_package, "torch": torch_package}
 BOTH = pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)

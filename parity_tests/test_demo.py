@@ -10,21 +10,17 @@ from multiprocessing import active_children
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner
 
-np = pytest.importorskip("numpy")
-Console = pytest.importorskip("rich.console").Console
-
-pytest.importorskip("typer")
-
-from typer.testing import CliRunner  # noqa: E402
-
-from ring_attn_cli.demo import report  # noqa: E402
-from ring_attn_cli.demo.report import Check, check_losses, passed  # noqa: E402
-from ring_attn_cli.demo.run import find_frameworks, run  # noqa: E402
-from ring_attn_cli.demo.settings import DemoSettings, read_standard_library  # noqa: E402
-from ring_attn_cli.main import app  # noqa: E402
-from ring_attn_cli.processes import Failure, Message, WorkerGroups, choose_context  # noqa: E402
+from ring_attn_cli.demo import report
+from ring_attn_cli.demo.report import Check, check_losses, passed
+from ring_attn_cli.demo.run import find_frameworks, run
+from ring_attn_cli.demo.settings import DemoSettings, read_standard_library
+from ring_attn_cli.main import app
+from ring_attn_cli.processes import Failure, Message, WorkerGroups, choose_context
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 

@@ -8,21 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
-for package in ("torch", "safetensors", "rich", "typer"):
-    pytest.importorskip(package)
+from ring_attn_cli.generate.run import speed
+from ring_attn_cli.generate.settings import GenerateSettings
+from ring_attn_cli.generate.text import Text
+from ring_attn_cli.main import app
+from ring_attn_torch import RingTransformer, save_llama, save_weights
 
-import torch  # noqa: E402
-from typer.testing import CliRunner  # noqa: E402
+from .support import warm
+from .support.programs import environment
 
-from ring_attn_cli.generate.run import speed  # noqa: E402
-from ring_attn_cli.generate.settings import GenerateSettings  # noqa: E402
-from ring_attn_cli.generate.text import Text  # noqa: E402
-from ring_attn_cli.main import app  # noqa: E402
-from ring_attn_torch import RingTransformer, save_llama, save_weights  # noqa: E402
+pytest.importorskip("safetensors")
 
-from .support import warm  # noqa: E402
-from .support.programs import environment  # noqa: E402
 
 PROMPT = "Ein Märchen, "
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+import torch
 
-jax = pytest.importorskip("jax")
-torch = pytest.importorskip("torch")
+from ring_attn_jax import sample as sample_in_jax
+from ring_attn_torch import sample as sample_in_torch
 
-from ring_attn_jax import sample as sample_in_jax  # noqa: E402
-from ring_attn_torch import sample as sample_in_torch  # noqa: E402
-
-from .jax import test_generate as in_jax  # noqa: E402
-from .support.generation import DRAW, DRAW_EACH, DRAWN, EACH, FULL, PROMPTS, check_each  # noqa: E402
-from .support.selection import first  # noqa: E402
-from .torch import test_generate as in_torch  # noqa: E402
+from .jax import test_generate as in_jax
+from .support.generation import DRAW, DRAW_EACH, DRAWN, EACH, FULL, PROMPTS, check_each
+from .support.selection import first
+from .torch import test_generate as in_torch
 
 ASKED: list[dict[str, Any]] = [{"max_new_tokens": 23}, {"max_new_tokens": 20, "temperature": 1.2, "top_k": 20, "seed": 4}]
 

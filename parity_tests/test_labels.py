@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from jax.sharding import PartitionSpec as P
 
+import ring_attn_jax
+import ring_attn_torch
+
+from .jax.ring import mesh_of
 from .support.selection import first
 from .support.spawn import PerRank
-
-jax = pytest.importorskip("jax")
-torch = pytest.importorskip("torch")
-
-import jax.numpy as jnp  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
-
-import ring_attn_jax  # noqa: E402
-import ring_attn_torch  # noqa: E402
-
-from .jax.ring import mesh_of  # noqa: E402
 
 VOCAB, DIM, TOKENS = 11, 8, 6
 WRONG = (-1, 11, -5, 2**31 - 1)

@@ -7,32 +7,28 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import transformers
+from flax import nnx
 
+import ring_attn_jax
+import ring_attn_torch
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.llama import config_of, their_config
 from ring_attn_core.model.published import Published
 from ring_attn_core.model.weight_names import llama_name
 
+from .jax.ring import mesh_of
 from .support.models import VOCAB, assert_near, transformer_weights
 from .support.published import SIZES, THEIR_SIZES, ids
 from .support.selection import first
+from .torch.models import rank_in, ranks_of
 
-jax = pytest.importorskip("jax")
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("flax")
 pytest.importorskip("safetensors")
 
-import jax.numpy as jnp  # noqa: E402
-from flax import nnx  # noqa: E402
-
-import ring_attn_jax  # noqa: E402
-import ring_attn_torch  # noqa: E402
-
-from .jax.ring import mesh_of  # noqa: E402
-from .torch.models import rank_in, ranks_of  # noqa: E402
 
 ATTENTION, MLP = {"qkv_bias": True, "o_bias": True}, {"mlp_bias": True}
 BIASED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

@@ -7,9 +7,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 

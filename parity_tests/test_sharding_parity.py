@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ring_attn_jax as jax_package
+import ring_attn_torch as torch_package
+from ring_attn_core import LAYOUTS
+
 from .support.selection import first
 from .support.shards import DOCUMENTS, IDS, KEY_MASK, RANKS, check_shard, extents, is_packed, rows, shard, slots
-
-jax_package = pytest.importorskip("ring_attn_jax")
-torch_package = pytest.importorskip("ring_attn_torch")
-
-import jax.numpy as jnp  # noqa: E402
-import torch  # noqa: E402
-
-from ring_attn_core import LAYOUTS  # noqa: E402
 
 PACKAGES = {"jax": (jax_package, jnp.asarray), "torch": (torch_package, torch.as_tensor)}
 BATCH, TOKENS = 2, 11

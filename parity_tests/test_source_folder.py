@@ -8,16 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 
-pytest.importorskip("jax")
-pytest.importorskip("torch")
+import ring_attn_jax
+import ring_attn_torch
+
+from .core.test_chat import MARKED, tokenizer_in
+
 pytest.importorskip("tokenizers")
-transformers = pytest.importorskip("transformers")
 
-import ring_attn_jax  # noqa: E402
-import ring_attn_torch  # noqa: E402
-
-from .core.test_chat import MARKED, tokenizer_in  # noqa: E402
 
 PACKAGES = pytest.mark.parametrize("package", [ring_attn_jax, ring_attn_torch], ids=["jax", "torch"])
 SIZES: dict[str, Any] = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}

@@ -5,19 +5,15 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import jax
 import pytest
 
-for package in ("jax", "flax", "optax", "torch"):
-    pytest.importorskip(package)
+from benchmarks.steps import jax_side, torch_side
+from benchmarks.steps.recipe import CLIP, Recipe, apart
 
-import jax  # noqa: E402
-
-from benchmarks.steps import jax_side, torch_side  # noqa: E402
-from benchmarks.steps.recipe import CLIP, Recipe, apart  # noqa: E402
-
-from .support.selection import first  # noqa: E402
-from .support.spawn import MOST  # noqa: E402
-from .torch.models import rank_in  # noqa: E402
+from .support.selection import first
+from .support.spawn import MOST
+from .torch.models import rank_in
 
 CLOSE = 1e-9
 FEW = Recipe(dtype="float64", optimizer="sgd", steps=5)

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
 import torch
 
 from ring_attn_core import LAYOUTS, Band, RingPlan, causal, full

@@ -6,18 +6,17 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
+from typer.testing import CliRunner
 
+from ring_attn_cli.main import app
 from ring_attn_cli.train.loop import lines
 
 from .support import corpus, warm
 from .support.programs import ROOT, environment, started
 
-for package in ("jax", "flax", "optax", "orbax.checkpoint", "torch", "safetensors", "rich", "matplotlib", "typer"):
+for package in ("jax", "flax", "optax", "orbax.checkpoint", "torch", "safetensors", "matplotlib"):
     pytest.importorskip(package)
 
-from typer.testing import CliRunner  # noqa: E402
-
-from ring_attn_cli.main import app  # noqa: E402
 
 CONFIG = """
 steps = 4

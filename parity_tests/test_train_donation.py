@@ -9,24 +9,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-for package in ("jax", "flax", "optax", "orbax.checkpoint", "torch", "safetensors", "rich"):
-    pytest.importorskip(package)
+from ring_attn_cli.train import jax_worker
+from ring_attn_cli.train.config import Config
+from ring_attn_cli.train.jax_worker import JaxTrainer, make_mesh
+from ring_attn_core.model.lora import LoRA
+from ring_attn_jax import RingTransformer, save_weights
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from flax import nnx  # noqa: E402
+from .support.selection import first
+from .test_train_parity import config_of
 
-from ring_attn_cli.train import jax_worker  # noqa: E402
-from ring_attn_cli.train.config import Config  # noqa: E402
-from ring_attn_cli.train.jax_worker import JaxTrainer, make_mesh  # noqa: E402
-from ring_attn_core.model.lora import LoRA  # noqa: E402
-from ring_attn_jax import RingTransformer, save_weights  # noqa: E402
+pytest.importorskip("orbax.checkpoint")
+pytest.importorskip("rich")
 
-from .support.selection import first  # noqa: E402
-from .test_train_parity import config_of  # noqa: E402
 
 WAYS = ("whole", "sharded", "adapters")
 

@@ -18,13 +18,14 @@ from typing import Any
 
 import pytest
 
+from ring_attn_cli.train.config import Config, Data, Evaluation, Passkeys, RingConfig
+from ring_attn_cli.train.loop import lines
+
+from .support import corpus
+
 for package in ("jax", "flax", "optax", "orbax.checkpoint", "torch", "safetensors", "rich"):
     pytest.importorskip(package)
 
-from ring_attn_cli.train.config import Config, Data, Evaluation, Passkeys, RingConfig  # noqa: E402
-from ring_attn_cli.train.loop import lines  # noqa: E402
-
-from .support import corpus  # noqa: E402
 
 KILLS = int(os.environ.get("KILLS", "2"))
 PATIENCE = 300.0

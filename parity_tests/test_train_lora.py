@@ -9,27 +9,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
 
-for package in ("jax", "flax", "optax", "orbax.checkpoint", "torch", "safetensors", "rich"):
-    pytest.importorskip(package)
+from ring_attn_cli.main import app
+from ring_attn_cli.train import run
+from ring_attn_cli.train.arithmetic import first_adapters, first_weights, flops_per_token
+from ring_attn_cli.train.config import Config, Data, Evaluation, Optimizer, Passkeys, RingConfig
+from ring_attn_cli.train.folder import check
+from ring_attn_cli.train.loop import lines
+from ring_attn_core.model.lora import LoRA, widths
+from ring_attn_core.model.weight_names import llama_name
+from ring_attn_torch import RingTransformer, from_numpy, load_weights, save_llama, to_numpy
 
-import torch  # noqa: E402
-from safetensors.numpy import load_file  # noqa: E402
-from typer.testing import CliRunner  # noqa: E402
+from .support import corpus
+from .support.selection import first
+from .test_train_parity import numbers, on_ranks, weights, work
 
-from ring_attn_cli.main import app  # noqa: E402
-from ring_attn_cli.train import run  # noqa: E402
-from ring_attn_cli.train.arithmetic import first_adapters, first_weights, flops_per_token  # noqa: E402
-from ring_attn_cli.train.config import Config, Data, Evaluation, Optimizer, Passkeys, RingConfig  # noqa: E402
-from ring_attn_cli.train.folder import check  # noqa: E402
-from ring_attn_cli.train.loop import lines  # noqa: E402
-from ring_attn_core.model.lora import LoRA, widths  # noqa: E402
-from ring_attn_core.model.weight_names import llama_name  # noqa: E402
-from ring_attn_torch import RingTransformer, from_numpy, load_weights, save_llama, to_numpy  # noqa: E402
+pytest.importorskip("orbax.checkpoint")
 
-from .support import corpus  # noqa: E402
-from .support.selection import first  # noqa: E402
-from .test_train_parity import numbers, on_ranks, weights, work  # noqa: E402
 
 CLOSE = 1e-5
 """The largest relative difference of losses in float32."""

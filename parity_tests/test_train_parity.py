@@ -10,26 +10,26 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+import torch
+from flax import nnx
+from safetensors.numpy import load_file
 
-for package in ("jax", "flax", "optax", "orbax.checkpoint", "torch", "safetensors", "rich"):
-    pytest.importorskip(package)
+from ring_attn_cli.train import jax_worker
+from ring_attn_cli.train.config import Config, Data, Evaluation, Optimizer, Passkeys, RingConfig
+from ring_attn_cli.train.jax_worker import JaxTrainer, compiler_options, make_mesh
+from ring_attn_cli.train.loop import lines, train
+from ring_attn_cli.train.torch_worker import RankPlace, TorchTrainer
+from ring_attn_torch.ring.groups import local
 
-import jax  # noqa: E402
-import torch  # noqa: E402
-from flax import nnx  # noqa: E402
-from safetensors.numpy import load_file  # noqa: E402
+from .support import corpus
+from .support.selection import first
 
-from ring_attn_cli.train import jax_worker  # noqa: E402
-from ring_attn_cli.train.config import Config, Data, Evaluation, Optimizer, Passkeys, RingConfig  # noqa: E402
-from ring_attn_cli.train.jax_worker import JaxTrainer, compiler_options, make_mesh  # noqa: E402
-from ring_attn_cli.train.loop import lines, train  # noqa: E402
-from ring_attn_cli.train.torch_worker import RankPlace, TorchTrainer  # noqa: E402
-from ring_attn_torch.ring.groups import local  # noqa: E402
+pytest.importorskip("orbax.checkpoint")
+pytest.importorskip("rich")
 
-from .support import corpus  # noqa: E402
-from .support.selection import first  # noqa: E402
 
 CLOSE = 1e-9
 """How far losses and norms in float64 may be apart, relatively: they would grow with every step that were another one."""

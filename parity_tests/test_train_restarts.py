@@ -23,6 +23,7 @@ from .support.programs import environment
 for package in ("torch", "safetensors", "rich"):
     pytest.importorskip(package)
 
+
 PATIENCE = 300
 RANKS = 2
 

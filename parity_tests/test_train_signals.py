@@ -16,6 +16,7 @@ from typing import Any, cast
 import pytest
 
 from ring_attn_cli.processes import hear_interrupts, hold_interrupts
+from ring_attn_cli.train import jax_worker
 from ring_attn_cli.train.config import read
 from ring_attn_cli.train.loop import lines
 
@@ -23,10 +24,9 @@ from .support import corpus, warm
 from .support.programs import environment
 from .test_train_restarts import train_as_rank
 
-for package in ("jax", "flax", "optax", "orbax.checkpoint", "torch", "safetensors", "rich"):
+for package in ("orbax.checkpoint", "torch", "safetensors", "rich"):
     pytest.importorskip(package)
 
-from ring_attn_cli.train import jax_worker  # noqa: E402
 
 PATIENCE = 300
 CODES = {"SIGINT": (130,), "SIGTERM": (143, -signal.SIGTERM)}

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from flax import nnx
 
+import ring_attn_jax
+import ring_attn_torch
+from ring_attn_core.model import weight_files
+
+from .jax.ring import mesh_of
 from .support.models import TRANSFORMER
 from .support.published import LOOKED_AT, config_of, ids, logits_of, weights_of
+from .test_weights_parity import in_jax, jax_logits, torch_logits
 
-jax = pytest.importorskip("jax")
-torch = pytest.importorskip("torch")
-pytest.importorskip("flax")
 pytest.importorskip("safetensors")
-
-import jax.numpy as jnp  # noqa: E402
-from flax import nnx  # noqa: E402
-
-import ring_attn_jax  # noqa: E402
-import ring_attn_torch  # noqa: E402
-from ring_attn_core.model import weight_files  # noqa: E402
-
-from .jax.ring import mesh_of  # noqa: E402
-from .test_weights_parity import in_jax, jax_logits, torch_logits  # noqa: E402
 
 
 def test_a_trained_head_beside_a_tied_config_is_loaded_untied(tmp_path, monkeypatch):

@@ -6,36 +6,34 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from flax import nnx
 
-from .support.models import LENGTH, TRANSFORMER, VOCAB, assert_near, token_ids, transformer_weights
-from .support.published import LOOKED_AT, MODELS, TOKENS, config_of, ids, logits_of, recorded, their_model, weights_of
-from .support.spawn import PerRank
-
-jax = pytest.importorskip("jax")
-torch = pytest.importorskip("torch")
-pytest.importorskip("flax")
-pytest.importorskip("safetensors")
-
-import jax.numpy as jnp  # noqa: E402
-from flax import nnx  # noqa: E402
-
-import ring_attn_jax  # noqa: E402
-import ring_attn_torch  # noqa: E402
-from ring_attn_core.model import (  # noqa: E402
+import ring_attn_jax
+import ring_attn_torch
+from ring_attn_core.model import (
     replica_check,
     weight_files,
     weight_saving,
 )
-from ring_attn_core.model.config import TransformerConfig  # noqa: E402
-from ring_attn_core.model.rotary import Llama3, Rotary  # noqa: E402
-from ring_attn_core.model.weight_names import llama_name  # noqa: E402
-from ring_attn_jax import to_numpy  # noqa: E402
+from ring_attn_core.model.config import TransformerConfig
+from ring_attn_core.model.rotary import Llama3, Rotary
+from ring_attn_core.model.weight_names import llama_name
+from ring_attn_jax import to_numpy
 
-from .jax.ring import mesh_of  # noqa: E402
-from .support.selection import first, one_of_each  # noqa: E402
-from .torch.models import rank_in, ranks_of  # noqa: E402
+from .jax.ring import mesh_of
+from .support.models import LENGTH, TRANSFORMER, VOCAB, assert_near, token_ids, transformer_weights
+from .support.published import LOOKED_AT, MODELS, TOKENS, config_of, ids, logits_of, recorded, their_model, weights_of
+from .support.selection import first, one_of_each
+from .support.spawn import PerRank
+from .torch.models import rank_in, ranks_of
+
+pytest.importorskip("safetensors")
+
 
 NEW: dict[str, Any] = {
     "qk_norm": True,

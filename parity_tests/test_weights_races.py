@@ -10,22 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from flax import nnx
+
+import ring_attn_jax
+import ring_attn_torch
+from ring_attn_core.model import replica_check
+from ring_attn_core.model.weight_files import WeightFolder
 
 from .support.models import TRANSFORMER
 from .support.spawn import PerRank
 from .support.special_files import DEEP, KINDS, in_time, put
 
-jax = pytest.importorskip("jax")
-torch = pytest.importorskip("torch")
-pytest.importorskip("flax")
 pytest.importorskip("safetensors")
 
-from flax import nnx  # noqa: E402
-
-import ring_attn_jax  # noqa: E402
-import ring_attn_torch  # noqa: E402
-from ring_attn_core.model import replica_check  # noqa: E402
-from ring_attn_core.model.weight_files import WeightFolder  # noqa: E402
 
 PACKAGES = {"jax": ring_attn_jax, "torch": ring_attn_torch}
 KINDS_OF_FOLDER = {"own": ("save_weights", "load_weights"), "llama": ("save_llama", "load_llama")}

@@ -7,15 +7,12 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-import pytest
+import torch
 
 from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF
 
+from ..support.recurrences import DOCUMENTS, SEQUENTIAL, Rows, call, ids_of, make, place, relative
 from ..support.selection import first, grid, in_each
-
-torch = pytest.importorskip("torch")
-
-from ..support.recurrences import DOCUMENTS, SEQUENTIAL, Rows, call, ids_of, make, place, relative  # noqa: E402
 
 PLACES = [("zigzag", True), ("balanced", True), ("contiguous", False), ("zigzag", False), ("contiguous", True)]
 """Layouts, and whether the rows are packed documents."""

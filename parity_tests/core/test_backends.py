@@ -7,6 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from ring_attn_core.kernels import backends, compile, obstacles, steps
 from ring_attn_core.kernels import call as calls
@@ -18,10 +21,6 @@ from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
 
 from ..support.selection import first
-
-triton = pytest.importorskip("triton")
-gluon = pytest.importorskip("triton.experimental.gluon")
-tma = pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper").tma
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+import triton
 
 from ring_attn_core.kernels import backends, compile, launch
 from ring_attn_core.kernels.backends import runnable, select
@@ -16,8 +17,6 @@ from ring_attn_core.kernels.ptx import changed_for_products
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
-
-triton = pytest.importorskip("triton")
 
 
 @pytest.fixture(autouse=True)

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("tokenizers")
-pytest.importorskip("jinja2")
-pytest.importorskip("transformers")
-
 from ring_attn_cli.train import data
 from ring_attn_cli.train.config import Config, Data, Passkeys, RingConfig
 from ring_attn_core.data.batches import documents_of
 from ring_attn_core.data.chat import ChatRow, ChatTemplate, inside
 
 from ..support import corpus
+
+for package in ("tokenizers", "jinja2", "transformers"):
+    pytest.importorskip(package)
+
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("tokenizers")
-pytest.importorskip("jinja2")
-pytest.importorskip("transformers")
-
 from ring_attn_core.data.chat import ChatRow, ChatTemplate
 
 from ..support import corpus
 from .test_chat import ANSWER, CHATML, MARKED, USER, theirs, tokenizer_in, tokens_of, write
+
+for package in ("tokenizers", "jinja2", "transformers"):
+    pytest.importorskip(package)
+
 
 CALL: Any = {"role": "assistant", "tool_calls": [{"name": "call", "arguments": {}}]}
 PARTLY = (

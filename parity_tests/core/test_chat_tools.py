@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("tokenizers")
-pytest.importorskip("jinja2")
-pytest.importorskip("transformers")
-
 from .test_chat import CHATML, theirs, tokenizer_in, tokens_of
+
+for package in ("tokenizers", "jinja2", "transformers"):
+    pytest.importorskip(package)
+
 
 CALLING = (
     "{%- if tools %}{{- '<|im_start|>system\n# Tools\n' }}{%- for tool in tools %}{{- tool | tojson + '\n' }}{%- endfor %}"

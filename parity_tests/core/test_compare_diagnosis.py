@@ -7,17 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-np = pytest.importorskip("numpy")
+from ring_attn_cli.compare.cases import Arrays, Case
+from ring_attn_cli.compare.diagnosis import diagnose
+from ring_attn_cli.compare.oracles import ORACLES
+from ring_attn_core.masks import causal, full, sliding_window
+from ring_attn_core.reference.oracle import rounding
 
-from ring_attn_cli.compare.cases import Arrays, Case  # noqa: E402
-from ring_attn_cli.compare.diagnosis import diagnose  # noqa: E402
-from ring_attn_cli.compare.oracles import ORACLES  # noqa: E402
-from ring_attn_core.masks import causal, full, sliding_window  # noqa: E402
-from ring_attn_core.reference.oracle import rounding  # noqa: E402
-
-from ..support.diagnosed import CASES, RANKS, Plant, again, evidence, rank_of  # noqa: E402
+from ..support.diagnosed import CASES, RANKS, Plant, again, evidence, rank_of
 
 CASE = CASES["plain"]
 

@@ -8,17 +8,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-np = pytest.importorskip("numpy")
-
-from ring_attn_cli.compare import measure, user  # noqa: E402
-from ring_attn_cli.compare.cases import Case  # noqa: E402
-from ring_attn_cli.compare.messages import Outcome, cut, join  # noqa: E402
-from ring_attn_cli.compare.oracles import ORACLES  # noqa: E402
-from ring_attn_cli.compare.variants import choose  # noqa: E402
-from ring_attn_cli.compare.worker import describe, find_line, make_importable  # noqa: E402
-from ring_attn_core.layouts import LAYOUTS  # noqa: E402
+from ring_attn_cli.compare import measure, user
+from ring_attn_cli.compare.cases import Case
+from ring_attn_cli.compare.messages import Outcome, cut, join
+from ring_attn_cli.compare.oracles import ORACLES
+from ring_attn_cli.compare.variants import choose
+from ring_attn_cli.compare.worker import describe, find_line, make_importable
+from ring_attn_core.layouts import LAYOUTS
 
 PLANTED = "parity_tests.support.planted"
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import triton
 from typer.testing import CliRunner
 
 from ring_attn_cli.compile import ModelAttention, attention_of, kernels_of, problems, with_features
@@ -15,8 +16,6 @@ from ring_attn_core.kernels.call import call_of
 from ring_attn_core.kernels.compile import is_cached
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
-
-triton = pytest.importorskip("triton")
 
 GPT_OSS = {"model_type": "gpt_oss", "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}
 GEMMA = {"text_config": {"model_type": "gemma2", "hidden_size": 64, "num_attention_heads": 4, "attn_logit_softcapping": 50.0}}

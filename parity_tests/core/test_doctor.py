@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-
-pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from ring_attn_cli.doctor import BackendFitness, choices, findings, typical, versions

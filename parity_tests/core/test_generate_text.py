@@ -9,17 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner
 
-for package in ("rich", "typer"):
-    pytest.importorskip(package)
-
-from rich.console import Console  # noqa: E402
-from typer.testing import CliRunner  # noqa: E402
-
-from ring_attn_cli.generate import run  # noqa: E402
-from ring_attn_cli.generate.settings import GenerateSettings  # noqa: E402
-from ring_attn_cli.generate.text import Text  # noqa: E402
-from ring_attn_cli.main import app  # noqa: E402
+from ring_attn_cli.generate import run
+from ring_attn_cli.generate.settings import GenerateSettings
+from ring_attn_cli.generate.text import Text
+from ring_attn_cli.main import app
 
 STEERING = "a\x1b]0;title\x07b\x9b2J\rc\x7f\u202e\n\td é €"
 SHOWN = "a\\x1b]0;title\\x07b\\x9b2J\\rc\\x7f\\u202e\n\td é €"

@@ -6,8 +6,6 @@ import re
 from dataclasses import replace
 
 import pytest
-
-pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from ring_attn_cli.main import app

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+import triton
 
 from ring_attn_core.kernels import ptx
 from ring_attn_core.kernels.ptx import as_before, changed_for_products
-
-triton = pytest.importorskip("triton")
 
 HIGH = 4611686293305294848
 PRODUCT = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r20,%r21}, %rd2, %rd3, 1, 1, 1, 0, 0;"

@@ -11,20 +11,19 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-np = pytest.importorskip("numpy")
+from ring_attn_cli.main import app
+from ring_attn_cli.train import arithmetic, data, picture
+from ring_attn_cli.train.config import MODEL, Config, Data, Optimizer, Schedule, read
+from ring_attn_cli.train.folder import check, differences
+from ring_attn_cli.train.loop import Log, lines
+from ring_attn_core.model.config import TransformerConfig
+from ring_attn_core.model.lora import LoRA
 
-from ring_attn_cli.main import app  # noqa: E402
-from ring_attn_cli.train import arithmetic, data, picture  # noqa: E402
-from ring_attn_cli.train.config import MODEL, Config, Data, Optimizer, Schedule, read  # noqa: E402
-from ring_attn_cli.train.folder import check, differences  # noqa: E402
-from ring_attn_cli.train.loop import Log, lines  # noqa: E402
-from ring_attn_core.model.config import TransformerConfig  # noqa: E402
-from ring_attn_core.model.lora import LoRA  # noqa: E402
-
-from ..support.selection import first  # noqa: E402
+from ..support.selection import first
 
 
 def config_of(folder: Path, text: str) -> Config:

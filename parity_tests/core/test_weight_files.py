@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ring_attn_core.model import weight_saving
@@ -21,8 +22,8 @@ from ..support.flushed import unflushed
 from ..support.full_disk import full_disk
 from ..support.published import config_of as model_of
 
-np = pytest.importorskip("numpy")
 pytest.importorskip("safetensors")
+
 
 SHAPES = {"a": (2, 3), "b": (5,)}
 

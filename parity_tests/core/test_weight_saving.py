@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ring_attn_core.model import weight_files, weight_saving
@@ -22,8 +23,8 @@ from ring_attn_core.model.weight_saving import replacing, write
 
 from ..support.flushed import Disk
 
-np = pytest.importorskip("numpy")
 pytest.importorskip("safetensors")
+
 
 ROOT = Path(__file__).parents[2]
 

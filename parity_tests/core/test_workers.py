@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import triton
 
 from ring_attn_cli.compile import ModelAttention, kernels_of, problems
 from ring_attn_cli.compile.ship import plain_cases
@@ -18,8 +19,6 @@ from ring_attn_core.kernels.launch import encodings
 from ring_attn_core.kernels.portable import launches as portable
 
 from ..support.compilation import PLAIN
-
-triton = pytest.importorskip("triton")
 
 LAUNCHES = [portable.delta(replace(PLAIN, head_dim=width, v_dim=width), "bfloat16") for width in (64, 128, 256)]
 

@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples import ring_memory, striped_balance
 from ring_attn_core.layouts import LAYOUTS
 
-pytest.importorskip("torch")
-pytest.importorskip("matplotlib")
-pytest.importorskip("rich")
+for package in ("torch", "matplotlib", "rich"):
+    pytest.importorskip(package)
 
-from examples import ring_memory, striped_balance
 
 ROOT = Path(__file__).resolve().parents[2]
 

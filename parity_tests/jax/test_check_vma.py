@@ -13,11 +13,9 @@ from jax.sharding import PartitionSpec
 
 from ring_attn_core.reference.tolerance import relative_error
 from ring_attn_jax import ring_attention
+from ring_attn_jax.training.loss import loss
 
 from .ring import REPLICATED, SEQ, mesh_of
-
-pytest.importorskip("flax")
-from ring_attn_jax.training.loss import loss
 
 RNG = np.random.default_rng(0)
 X, WEIGHT = (jnp.asarray(RNG.standard_normal(shape), jnp.float32) for shape in ((2, 16, 4, 8), (8, 7)))

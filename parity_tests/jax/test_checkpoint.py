@@ -10,22 +10,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
-jax = pytest.importorskip("jax")
-nnx = pytest.importorskip("flax.nnx")
-optax = pytest.importorskip("optax")
+from ring_attn_core.model.config import TransformerConfig
+from ring_attn_jax import Checkpoints, RingTransformer, save_weights
+
+from ..support.full_disk import full_disk
+from ..support.models import TRANSFORMER
+from .ring import mesh_of
+
 pytest.importorskip("orbax.checkpoint")
 
-import jax.numpy as jnp  # noqa: E402
-
-from ring_attn_core.model.config import TransformerConfig  # noqa: E402
-from ring_attn_jax import Checkpoints, RingTransformer, save_weights  # noqa: E402
-
-from ..support.full_disk import full_disk  # noqa: E402
-from ..support.models import TRANSFORMER  # noqa: E402
-from .ring import mesh_of  # noqa: E402
 
 STEPS = 5
 WIDE = 200_000

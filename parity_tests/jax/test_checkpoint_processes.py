@@ -6,10 +6,9 @@ import pytest
 
 from .two_processes import said_by_two
 
-pytest.importorskip("jax")
-pytest.importorskip("flax.nnx")
-pytest.importorskip("optax")
-pytest.importorskip("orbax.checkpoint")
+for package in ("jax", "flax.nnx", "optax", "orbax.checkpoint"):
+    pytest.importorskip(package)
+
 
 PROCESS = """
 import sys

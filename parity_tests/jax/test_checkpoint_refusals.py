@@ -8,18 +8,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import optax
 import pytest
+from flax import nnx
 
-jax = pytest.importorskip("jax")
-nnx = pytest.importorskip("flax.nnx")
-optax = pytest.importorskip("optax")
+from ring_attn_jax import Checkpoints
+from ring_attn_jax.training.checkpoint_files import CheckpointFiles
+
+from ..support.selection import first
+from .test_checkpoint import arrays, assert_equal, made, run, train_step
+
 pytest.importorskip("orbax.checkpoint")
-
-from ring_attn_jax import Checkpoints  # noqa: E402
-from ring_attn_jax.training.checkpoint_files import CheckpointFiles  # noqa: E402
-
-from ..support.selection import first  # noqa: E402
-from .test_checkpoint import arrays, assert_equal, made, run, train_step  # noqa: E402
 
 
 def change(where: Path, values: dict[str, Any]) -> None:

@@ -6,20 +6,19 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
-jax = pytest.importorskip("jax")
-nnx = pytest.importorskip("flax.nnx")
-optax = pytest.importorskip("optax")
+from ring_attn_jax import Checkpoints, to_numpy
+
+from ..support.selection import first
+from .ring import mesh_of
+
 pytest.importorskip("orbax.checkpoint")
-
-import jax.numpy as jnp  # noqa: E402
-
-from ring_attn_jax import Checkpoints, to_numpy  # noqa: E402
-
-from ..support.selection import first  # noqa: E402
-from .ring import mesh_of  # noqa: E402
 
 
 class Holder(nnx.Module):

@@ -18,6 +18,8 @@ from ring_attn_jax.attend import launch
 from ring_attn_jax.attend.launch import CUSTOM_CALL, capability, compile_for, makes_descriptors
 
 pytest.importorskip("triton")
+
+
 needs_plugin = pytest.mark.skipif(
     not hasattr(gpu_triton, "create_array_parameter"),
     reason="needs jaxlib's plugin: pip install --no-deps jax-cuda12-plugin",

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ring_attn_core import Run, causal
@@ -21,8 +22,6 @@ from ring_attn_jax import RingTransformer, check_ranks, save_weights, shard_batc
 
 from .ring import REPLICATED, mesh_of
 from .two_processes import said_by_two
-
-nnx = pytest.importorskip("flax.nnx")
 
 
 def copies(values, spec=REPLICATED, ranks=4):

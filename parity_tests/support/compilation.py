@@ -12,13 +12,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pytest
+import triton
 
 from ring_attn_core.kernels.call import RingCall
 from ring_attn_core.kernels.compile import compiled
 from ring_attn_core.kernels.launch import Launch
-
-triton = pytest.importorskip("triton")
 
 PLAIN = RingCall(
     batch=1,

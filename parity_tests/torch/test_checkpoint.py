@@ -8,16 +8,15 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from safetensors.torch import save
 
-torch = pytest.importorskip("torch")
-save = pytest.importorskip("safetensors.torch").save
+from ring_attn_torch import Checkpoints, RingTransformer
 
-from ring_attn_torch import Checkpoints, RingTransformer  # noqa: E402
-
-from ..support import warm  # noqa: E402
-from ..support.full_disk import full_disk  # noqa: E402
-from ..support.models import TRANSFORMER  # noqa: E402
-from ..support.programs import environment  # noqa: E402
+from ..support import warm
+from ..support.full_disk import full_disk
+from ..support.models import TRANSFORMER
+from ..support.programs import environment
 
 STEPS = 5
 

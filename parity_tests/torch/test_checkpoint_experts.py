@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
+from ring_attn_torch import Checkpoints
+
 pytest.importorskip("safetensors")
-
-from ring_attn_torch import Checkpoints  # noqa: E402
 
 
 class Experts(torch.nn.Module):

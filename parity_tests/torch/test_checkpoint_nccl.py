@@ -13,6 +13,7 @@ from ..support.selection import first
 pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
+
 GPU_ONLY = """
 import pathlib, sys
 import torch

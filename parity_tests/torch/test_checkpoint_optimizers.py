@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
+from ring_attn_torch import Checkpoints
+
+from .test_checkpoint_refusals import everything, same
+
 pytest.importorskip("safetensors")
-
-from ring_attn_torch import Checkpoints  # noqa: E402
-
-from .test_checkpoint_refusals import everything, same  # noqa: E402
 
 
 def made(kind: str = "AdamW", dtype: str = "float32", seed: int = 0, swapped: bool = False, **settings: Any) -> tuple[Any, Any]:

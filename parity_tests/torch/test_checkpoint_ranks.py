@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
+from ring_attn_torch import Checkpoints, RingTransformer, save_llama, save_weights
+
+from ..support.models import TRANSFORMER
+
 pytest.importorskip("safetensors")
 
-from ring_attn_torch import Checkpoints, RingTransformer, save_llama, save_weights  # noqa: E402
-
-from ..support.models import TRANSFORMER  # noqa: E402
 
 AT_ONCE = 90
 """Seconds, half of the pool's timeout, after which no rank waits any more."""

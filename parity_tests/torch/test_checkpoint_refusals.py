@@ -9,15 +9,15 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
+from ring_attn_core.model import checkpoint_folder
+from ring_attn_torch import Checkpoints
+from ring_attn_torch.training.checkpoint_files import failed
+
+from ..support.spawn import PerRank
+
 pytest.importorskip("safetensors")
-
-from ring_attn_core.model import checkpoint_folder  # noqa: E402
-from ring_attn_torch import Checkpoints  # noqa: E402
-from ring_attn_torch.training.checkpoint_files import failed  # noqa: E402
-
-from ..support.spawn import PerRank  # noqa: E402
 
 
 def made(seed: int = 0, **settings: Any) -> tuple[Any, Any]:

@@ -7,13 +7,12 @@ from shutil import rmtree
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
+from ring_attn_torch import Checkpoints, RingTransformer, to_numpy
+
 pytest.importorskip("safetensors")
-
-from torch import nn  # noqa: E402
-
-from ring_attn_torch import Checkpoints, RingTransformer, to_numpy  # noqa: E402
 
 
 def alike(inner: str) -> nn.Module:

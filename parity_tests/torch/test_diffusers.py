@@ -8,9 +8,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-
-pytest.importorskip("diffusers")
-
 import torch
 import torch.nn.functional as F
 

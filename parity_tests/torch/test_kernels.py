@@ -38,6 +38,7 @@ from . import ring
 
 pytest.importorskip("triton")
 
+
 SMALL = {
     "forward": TileConfig(32, 16, 1, 1, tma=True),
     "delta": TileConfig(32, 0, 1, 1),

@@ -8,16 +8,16 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
+from ring_attn_core.model import checkpoint_folder
+from ring_attn_torch import Checkpoints, RingAttention, RingTransformer
+
+from ..support.flushed import unflushed
+from ..support.models import TRANSFORMER, VOCAB
+from ..support.spawn import PerRank
+
 pytest.importorskip("safetensors")
-
-from ring_attn_core.model import checkpoint_folder  # noqa: E402
-from ring_attn_torch import Checkpoints, RingAttention, RingTransformer  # noqa: E402
-
-from ..support.flushed import unflushed  # noqa: E402
-from ..support.models import TRANSFORMER, VOCAB  # noqa: E402
-from ..support.spawn import PerRank  # noqa: E402
 
 
 @pytest.mark.parametrize("token", [VOCAB, -1])

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
+from ring_attn_torch.training import optimizer_states as states
+
 pytest.importorskip("safetensors")
-
-from ring_attn_torch.training import optimizer_states as states  # noqa: E402
 
 
 def made(**settings: Any) -> tuple[Any, Any]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("rich")
-
 from benchmarks.hugging_face import tested_models as models
 from benchmarks.hugging_face.tested_models import EXACT, Verdict, page
 

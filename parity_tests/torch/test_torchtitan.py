@@ -10,7 +10,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-pytest.importorskip("torchtitan")
 try:
     titan: Any = importlib.import_module("ring_attn_torch.torchtitan")
 except ImportError as error:  # of a part of torchtitan that needs more packages
@@ -21,6 +20,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ..support.models import Arrays, apart
+
+pytest.importorskip("torchtitan")
+
 
 pytestmark = pytest.mark.slow
 BATCH, TOKENS, VOCAB = 2, 32, 64

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("accelerate")
-
 import torch
 
 from ring_attn_torch.transformers.trainer import RingTraining
+
+pytest.importorskip("accelerate")
 
 
 def stub(**more: Any) -> Any:

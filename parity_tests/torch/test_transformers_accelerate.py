@@ -10,10 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 import torch
 
 import ring_attn_torch.transformers as hf
@@ -24,6 +20,9 @@ from ..support.models import apart
 from .hugging_face import Case, batch, computing, make, rounding_of, truth
 from .hugging_face_training import launched, on_cpus
 from .test_transformers_training import NEAR
+
+pytest.importorskip("accelerate")
+
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
 

@@ -8,10 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
-
 import torch
 
 import ring_attn_torch.transformers as hf
@@ -21,6 +17,9 @@ from .hugging_face import Case, batch, in_float64, make
 from .hugging_face_generation import generated, prompts
 from .hugging_face_training import Run, all_trained, trained
 from .test_transformers_training import near
+
+pytest.importorskip("peft")
+
 
 pytestmark = pytest.mark.slow
 

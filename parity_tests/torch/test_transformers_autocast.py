@@ -7,9 +7,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 

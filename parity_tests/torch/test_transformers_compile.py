@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-
-
 import ring_attn_torch.transformers as hf
 
 from ..support.selection import first

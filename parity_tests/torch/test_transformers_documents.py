@@ -6,9 +6,6 @@ import inspect
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from transformers import DataCollatorWithFlattening
 

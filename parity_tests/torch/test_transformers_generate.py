@@ -8,9 +8,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 

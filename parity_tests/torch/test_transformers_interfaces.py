@@ -7,9 +7,6 @@ import re
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, PreTrainedConfig, masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer

@@ -6,9 +6,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 

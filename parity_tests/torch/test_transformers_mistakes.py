@@ -8,9 +8,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 import torch.distributed as dist
 import transformers

@@ -6,9 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 
 import ring_attn_torch.transformers as hf

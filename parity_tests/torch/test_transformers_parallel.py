@@ -9,9 +9,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 import torch.nn.functional as F
 

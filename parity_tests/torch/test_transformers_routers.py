@@ -10,9 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 import transformers
 

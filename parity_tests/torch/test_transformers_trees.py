@@ -8,9 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 import torch.nn.functional as F
 from transformers import GPT2Config, GPT2LMHeadModel

@@ -9,11 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-pytest.importorskip("trl")
-
 import torch
 
 import ring_attn_torch.transformers as hf
@@ -21,6 +16,10 @@ import ring_attn_torch.transformers as hf
 from .hugging_face import VOCAB, make
 from .hugging_face_training import ON_CPUS, Gradients, Result, gradients_of, launched, logged, on_cpus, weights_of
 from .test_transformers_training import near
+
+pytest.importorskip("accelerate")
+pytest.importorskip("trl")
+
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_trl.py"
