@@ -31,10 +31,7 @@ pytestmark = pytest.mark.usefixtures("warm_workers")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("framework", "trained"),
-    [
-        ("torch", {"PyTorch": 3}),
-        pytest.param("both", {"PyTorch": 3, "JAX": 3}, marks=pytest.mark.exhaustive),
-    ],
+    [("torch", {"PyTorch": 3}), pytest.param("both", {"PyTorch": 3, "JAX": 3}, marks=pytest.mark.exhaustive)],
 )
 def test_the_quick_demo_keeps_every_bound_and_writes_its_three_files(framework, trained, tmp_path: Path):
     """XLA compiles the part of JAX for a minute, which other tests of the comparison and of training run too."""

@@ -75,10 +75,7 @@ def test_a_ring_of_kernels_that_compute_a_run_is_one_device(gloo, rule, document
 def by_kernels(group: Any, rule: str, documents: bool) -> list[float]:
     """Return the errors of a rank with ``token_by_token`` in place of the kernels of flash-linear-attention."""
     by_fla = lambda package, _, arrays, **where: package.gated_delta_rule(*arrays, backend="fla", **where)
-    with (
-        patch.object(delta_rule, "check_fla", lambda *_: None),
-        patch.object(fla, "kernel", lambda dims: token_by_token),
-    ):
+    with patch.object(delta_rule, "check_fla", lambda *_: None), patch.object(fla, "kernel", lambda dims: token_by_token):
         return on_rank(group, rule, documents, by_fla)
 
 

@@ -75,8 +75,7 @@ def test_a_recurrent_layer_of_pytorch_is_one_device(gloo, name, layout, document
 @pytest.mark.parametrize("ranks", first([3, 1, 2, 4, 8]))
 @pytest.mark.parametrize(("layout", "documents"), first(PLACES))
 @pytest.mark.parametrize(
-    ("name", "inside"),
-    first([("GatedDeltaNet", False), ("Mamba2", True), ("GatedDeltaNet", True), ("Mamba2", False)], 2),
+    ("name", "inside"), first([("GatedDeltaNet", False), ("Mamba2", True), ("GatedDeltaNet", True), ("Mamba2", False)], 2)
 )
 def test_a_recurrent_layer_of_jax_is_one_device(name, inside, layout, documents, ranks):
     jax = pytest.importorskip("jax")

@@ -227,10 +227,7 @@ def test_adapters_begin_as_in_peft_and_differ_by_name_and_seed():
         ("rank = 9", "lora.rank = 9 is above the width of k, which maps 16 features to 8: make it at most 8, or leave 'k' out"),
         ("alpha = 0", "lora.alpha must be more than 0 and finite, got 0.0"),
         ("alpha = nan", "lora.alpha must be more than 0 and finite, got nan"),
-        (
-            "targets = []",
-            "lora.targets names the projections with adapters, and there is none: choose from q, k, v, o, gate",
-        ),
+        ("targets = []", "lora.targets names the projections with adapters, and there is none: choose from q, k, v, o, gate"),
         ("targets = ['out']", "lora.targets names the projections with adapters, and 'out' is not one of them: choose from q,"),
         ("targets = 'q'", "lora.targets must be a list of texts, got 'q'"),
         ("ranks = 3", "[lora] has no key 'ranks': did you mean 'rank'? it has rank, alpha, targets"),

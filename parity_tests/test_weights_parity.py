@@ -15,11 +15,7 @@ from flax import nnx
 
 import ring_attn_jax
 import ring_attn_torch
-from ring_attn_core.model import (
-    replica_check,
-    weight_files,
-    weight_saving,
-)
+from ring_attn_core.model import replica_check, weight_files, weight_saving
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.rotary import Llama3, Rotary
 from ring_attn_core.model.weight_names import llama_name

@@ -9,27 +9,8 @@ import pytest
 from ring_attn_core import LAYOUTS, full, sliding_window
 
 from ..fuzz import fuzz
-from ..support.cases import (
-    CHOSEN,
-    MASKS,
-    REST,
-    SPECIAL,
-    Case,
-    check,
-    check_future_unseen,
-    check_kept,
-    check_same,
-    one_hot,
-)
-from ..support.combinations import (
-    COMBINATIONS,
-    EVERYTHING,
-    SINKS_ALONE,
-    TREES,
-    WITH_BLANKS,
-    check_sinks_alone,
-    with_nan_in_dlse,
-)
+from ..support.cases import CHOSEN, MASKS, REST, SPECIAL, Case, check, check_future_unseen, check_kept, check_same, one_hot
+from ..support.combinations import COMBINATIONS, EVERYTHING, SINKS_ALONE, TREES, WITH_BLANKS, check_sinks_alone, with_nan_in_dlse
 from ..support.documents import check_documents, packed
 from ..support.selection import first, grid, in_each, one_in, one_of_each
 from .framework import check_agree

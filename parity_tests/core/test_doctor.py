@@ -195,10 +195,7 @@ def test_a_framework_that_does_not_start_is_one_line(framework: str, monkeypatch
         (("--head-dim", "0"), "head_dim must be at least 1, got 0"),
         (("--v-dim", "-1"), "v_dim must be at least 1, got -1"),
         (("--framework", "numpy"), "unknown framework 'numpy': choose one of both, torch, jax"),
-        (
-            ("--measure",),
-            'strategy="auto" no longer reads measurements, and ring-attn plan --gpus takes its numbers from',
-        ),
+        (("--measure",), 'strategy="auto" no longer reads measurements, and ring-attn plan --gpus takes its numbers from'),
         (("--model", "X"), "--model is gone: in a clone of the repository run python -m benchmarks.hugging_face.tested_models"),
     ],
     ids=" ".join,

@@ -208,10 +208,7 @@ def test_a_mask_is_named_in_words_where_there_are_any(band: Band, text: str):
         (RingPlan("zigzag", causal(), 1, 4), "1 step, nothing travels"),
         (RingPlan("zigzag", causal(), 4, 4), "4 steps at shifts 0 to 3, 3 hops by 1, gradients go home by 1"),
         (RingPlan("contiguous", sliding_window(3), 4, 4), "2 steps at shifts 0 and 1, 1 hop by 1, gradients go home by 3"),
-        (
-            RingPlan("zigzag", sliding_window(3), 8, 8),
-            "3 steps at shifts 0 1 7, hops by 1 and 6, gradients go home by 1",
-        ),
+        (RingPlan("zigzag", sliding_window(3), 8, 8), "3 steps at shifts 0 1 7, hops by 1 and 6, gradients go home by 1"),
     ],
     ids=["alone", "every_step", "near", "both_ways"],
 )

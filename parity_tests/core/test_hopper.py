@@ -168,12 +168,7 @@ def test_the_hopper_backward_makes_all_gradients_in_one_pass():
     }
 
 
-TWO_PASSES = [
-    {"head_dim": 256, "v_dim": 256},
-    {"v_dim": 64},
-    {"head_dim": 192},
-    {"heads": 32, "kv_heads": 8, "kv_local": 4096},
-]
+TWO_PASSES = [{"head_dim": 256, "v_dim": 256}, {"v_dim": 64}, {"head_dim": 192}, {"heads": 32, "kv_heads": 8, "kv_local": 4096}]
 
 
 @pytest.mark.parametrize("change", TWO_PASSES, ids=str)

@@ -102,10 +102,7 @@ def test_a_length_that_is_no_number_is_refused(text):
         (["--machine", "H200", "--model", "llama-8b", "--tokens", "9"], "leave out --tokens"),
         (["--machine", "H200", "--model", "llama-8b", "--heads", "4"], "--model gives the heads and their size: leave out"),
         (["--machine", "H200", "--model", "llama-9b"], "llama-9b"),
-        (
-            ["--machine", "ours.json"],
-            "'ours.json' is not one of H200, H100, of which measurements are built in; a file",
-        ),
+        (["--machine", "ours.json"], "'ours.json' is not one of H200, H100, of which measurements are built in; a file"),
     ],
     ids=range(12),
 )

@@ -22,20 +22,12 @@ from ring_attn_cli.train.loop import lines
 from ..support import corpus
 from ..support.programs import PROGRAMS, RING_TRAINER, ROOT, environment, run, skip_without_its_packages, started
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.filterwarnings("ignore")]
 GPUS = torch.cuda.device_count()
 COMMAND = ["-m", "ring_attn_cli.main"]
 SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 """The tests of several workers, and a process of each framework in one command, share a GPU."""
-EXAMPLES = {
-    "jax_train.py": (),
-    "torch_train.py": (),
-    "jax_train_lm.py": ("10",),
-    "torch_train_lm.py": ("10",),
-}
+EXAMPLES = {"jax_train.py": (), "torch_train.py": (), "jax_train_lm.py": ("10",), "torch_train_lm.py": ("10",)}
 ON_GPU = {name: text for name, text in PROGRAMS.items() if 'init_process_group("gloo")' in text or "use_cpu=True" in text}
 LEFT_OUT = {
     "torch_tensor_parallel.py": "its mesh needs two processes, each with a GPU of its own",

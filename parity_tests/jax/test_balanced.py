@@ -109,10 +109,7 @@ def test_fifty_batches_of_other_documents_compile_once():
             *({"alibi_slopes": jnp.ones(4), "backend": "triton"}, "alibi_slopes counts positions along runs"),
             marks=pytest.mark.exhaustive,
         ),
-        (
-            {"layout": TracedLayout.of(balanced_layout((40,), 2))},
-            "a shard of this layout has 20 tokens on each",
-        ),
+        ({"layout": TracedLayout.of(balanced_layout((40,), 2))}, "a shard of this layout has 20 tokens on each"),
     ],
 )
 def test_what_a_traced_layout_does_not_run_is_refused_by_name(options: dict[str, Any], message: str):

@@ -21,8 +21,7 @@ pytest.importorskip("triton")
 
 
 needs_plugin = pytest.mark.skipif(
-    not hasattr(gpu_triton, "create_array_parameter"),
-    reason="needs jaxlib's plugin: pip install --no-deps jax-cuda12-plugin",
+    not hasattr(gpu_triton, "create_array_parameter"), reason="needs jaxlib's plugin: pip install --no-deps jax-cuda12-plugin"
 )
 needs_descriptors = pytest.mark.skipif(not makes_descriptors(), reason="a newer jaxlib makes TMA descriptors")
 SEQ = PartitionSpec(None, "seq")

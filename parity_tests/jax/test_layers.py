@@ -18,15 +18,7 @@ from ring_attn_jax.layers.transformer import RingTransformer
 from ring_attn_jax.training.loss import loss
 from ring_attn_jax.training.weights import from_numpy
 
-from ..support.models import (
-    LENGTH,
-    MIDDLE,
-    TRANSFORMER,
-    VOCAB,
-    layer_pair,
-    token_pair,
-    transformer_weights,
-)
+from ..support.models import LENGTH, MIDDLE, TRANSFORMER, VOCAB, layer_pair, token_pair, transformer_weights
 from ..support.selection import first
 from .ring import mesh_of
 

@@ -12,12 +12,7 @@ import pytest
 from ring_attn_core import causal
 from ring_attn_jax import TracedLayout, attention_fn, sharded_ring_attention
 
-from ..support.orders import (
-    BALANCED,
-    ORDERED,
-    RINGS,
-    check_bits,
-)
+from ..support.orders import BALANCED, ORDERED, RINGS, check_bits
 from .ring import mesh_of, run
 
 

@@ -42,8 +42,7 @@ def model_of(name: str, replicas: int, ranks: int) -> Any:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "mesh", "chunk"),
-    first([("grouped", (1, 2), None), ("features", (2, 2), 8), ("grouped", (1, 4), None)], 1, 2),
+    ("name", "mesh", "chunk"), first([("grouped", (1, 2), None), ("features", (2, 2), 8), ("grouped", (1, 4), None)], 1, 2)
 )
 def test_sharded_weights_generate_the_tokens_of_replicated_ones_to_the_bit(name, mesh, chunk, monkeypatch):
     caches: list[KVCache] = []

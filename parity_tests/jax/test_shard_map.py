@@ -189,9 +189,7 @@ def test_outside_shard_map_the_remedy_is_named():
 
 
 @pytest.mark.parametrize(
-    "mask",
-    first([causal(2**31 - 1), sliding_window(2**31 - 1, 8), causal(2**40), sliding_window(2**31, 2**31)], 0, 2),
-    ids=str,
+    "mask", first([causal(2**31 - 1), sliding_window(2**31 - 1, 8), causal(2**40), sliding_window(2**31, 2**31)], 0, 2), ids=str
 )
 @pytest.mark.parametrize("layout", first(LAYOUTS, 1, 1))
 def test_a_mask_wider_than_int32_sees_what_a_wide_one_sees(layout, mask):

@@ -25,16 +25,7 @@ from ring_attn_jax import (
 )
 
 from ..support.selection import first
-from ..support.shards import (
-    DOCUMENTS,
-    EVERYTHING,
-    IDS,
-    KEY_MASK,
-    LENGTH,
-    check_shard,
-    extents,
-    shard,
-)
+from ..support.shards import DOCUMENTS, EVERYTHING, IDS, KEY_MASK, LENGTH, check_shard, extents, shard
 from .models import REPLICATED
 from .ring import SEQ, mesh_of
 

@@ -24,11 +24,7 @@ from jax.sharding import AxisType
 from ring_attn_core import Gather, TwoLevel, Ulysses, full, sliding_window
 from ring_attn_core.problem.traffic import traffic
 from ring_attn_core.reference.tolerance import relative_error
-from ring_attn_jax import (
-    from_layout,
-    sharded_ring_attention,
-    to_layout,
-)
+from ring_attn_jax import from_layout, sharded_ring_attention, to_layout
 
 from ..support.cases import Case, check_same
 from ..support.selection import first, one_of_each

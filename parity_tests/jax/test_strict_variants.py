@@ -12,13 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from ring_attn_jax import (
-    attend_block,
-    merge_ring,
-    sharded_dilated_attention,
-    sharded_ring_attention,
-    sharded_summary_attention,
-)
+from ring_attn_jax import attend_block, merge_ring, sharded_dilated_attention, sharded_ring_attention, sharded_summary_attention
 
 from ..support.selection import first
 from .ring import REPLICATED

@@ -12,11 +12,7 @@ from jax.sharding import PartitionSpec
 
 from ring_attn_jax import sharded_summary_attention, summary_attention
 
-from ..support.summaries import (
-    MEAN,
-    SummaryCase,
-    refused,
-)
+from ..support.summaries import MEAN, SummaryCase, refused
 from .ring import QUICK, SEQ, mesh_of
 
 REPLICATED = PartitionSpec()

@@ -11,14 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ring_attn_jax import (
-    TracedLayout,
-    from_layout,
-    loss,
-    pack_rollouts,
-    shard_batch,
-    to_layout,
-)
+from ring_attn_jax import TracedLayout, from_layout, loss, pack_rollouts, shard_batch, to_layout
 from ring_attn_jax.layers.transformer import RingTransformer
 
 from ..support.rollouts import VOCAB, drawn_rollouts, loss_alone

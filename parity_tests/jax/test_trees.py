@@ -11,15 +11,7 @@ import numpy as np
 import pytest
 
 from ring_attn_core.data.balanced_trees import balanced_tree_layout
-from ring_attn_jax import (
-    TracedLayout,
-    gather,
-    gather_token,
-    pack_rollouts,
-    to_layout,
-    tree_extents,
-    unpack_rollouts,
-)
+from ring_attn_jax import TracedLayout, gather, gather_token, pack_rollouts, to_layout, tree_extents, unpack_rollouts
 
 from ..support.selection import first
 from .models import REPLICATED

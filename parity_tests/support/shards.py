@@ -75,10 +75,7 @@ def slots(layout: str, ranks: int, length: int, rank: int) -> list[int]:
         chunk = -(-length // (2 * ranks))
         return [first * chunk + i for first in (rank, 2 * ranks - 1 - rank) for i in range(chunk)]
     local = -(-length // ranks)
-    return {
-        "striped": [rank + ranks * i for i in range(local)],
-        "contiguous": [rank * local + i for i in range(local)],
-    }[layout]
+    return {"striped": [rank + ranks * i for i in range(local)], "contiguous": [rank * local + i for i in range(local)]}[layout]
 
 
 def shard(

@@ -39,11 +39,7 @@ def layer_on_rank(group: Group, weights: Arrays, x: np.ndarray, dout: np.ndarray
     out.backward(mine(dout))
     sum_gradients(layer, group)
     assert shard.grad is not None
-    return {
-        "out": whole(out, layout, group),
-        "dx": whole(shard.grad, layout, group),
-        **gradients(layer),
-    }
+    return {"out": whole(out, layout, group), "dx": whole(shard.grad, layout, group), **gradients(layer)}
 
 
 def transformer_on_rank(group: Group, layout: str, data: Arrays, seed: int | None = None, **sizes: Any) -> Arrays:

@@ -17,27 +17,14 @@ from ring_attn_core.plan.balanced import balanced_layout
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.problem.traffic import traffic
-from ring_attn_torch import (
-    RingTransformer,
-    SequenceShardedDataset,
-    from_layout,
-    gather,
-    ring_attention,
-    shard_batch,
-    to_layout,
-)
+from ring_attn_torch import RingTransformer, SequenceShardedDataset, from_layout, gather, ring_attention, shard_batch, to_layout
 from ring_attn_torch.attend.keys import Keys
 from ring_attn_torch.attend.one_run import as_one_run
 from ring_attn_torch.attend.score import Score
 from ring_attn_torch.ring import agreement
 
 from ..support import corpus
-from ..support.balanced import (
-    CASES,
-    DIRECT_CASES,
-    DISORDERED_CASES,
-    batch_of_documents,
-)
+from ..support.balanced import CASES, DIRECT_CASES, DISORDERED_CASES, batch_of_documents
 from ..support.cases import check, check_same
 from ..support.selection import first
 from ..support.spawn import PerRank

@@ -55,10 +55,7 @@ def prefilled(cache: KVCache, layout: str | None = "zigzag", heads: int = 4, **a
         (lambda cache: cache.prefill_step(2, lengths=[1]), "lengths must be 2 ints, one for every request"),
         (lambda cache: cache.prefill_step(2, fresh=True), "fresh=True, and some request of the step has tokens"),
         (lambda cache: cache.step(0), "tokens must be an int of at least 1"),
-        (
-            lambda cache: cache.step(2, valid=torch.ones(2, 2)),
-            r"valid must be bool \[requests, tokens\] = \[2, 2\]",
-        ),
+        (lambda cache: cache.step(2, valid=torch.ones(2, 2)), r"valid must be bool \[requests, tokens\] = \[2, 2\]"),
         (lambda cache: cache.step(valid=[[True], [True]]), r"valid must be bool \[requests, tokens\] = \[2, 1\], .* got list"),
         (lambda cache: cache.step(rows=[]), "rows names no request"),
         (lambda cache: cache.prefill_step(2, lengths=1.5), "lengths must be 2 ints"),

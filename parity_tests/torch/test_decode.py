@@ -21,12 +21,7 @@ from ring_attn_torch.ring import agreement
 from ..support.decode import Problem, Shape, check
 from .decode import as_numpy, on_rank, tensors
 
-EVERYTHING = Shape(
-    batch=2,
-    queries=5,
-    slots=61,
-    features=("tree_mask", "window", "scale", "softcap", "sinks", "alibi_slopes"),
-)
+EVERYTHING = Shape(batch=2, queries=5, slots=61, features=("tree_mask", "window", "scale", "softcap", "sinks", "alibi_slopes"))
 
 
 def test_long_caches_are_exact_chunk_by_chunk(monkeypatch):

@@ -12,14 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ring_attn_core import full
-from ring_attn_torch import (
-    DilatedAttention,
-    DilatedRingAttention,
-    MultiheadAttention,
-    dilated_attention,
-    from_numpy,
-    to_layout,
-)
+from ring_attn_torch import DilatedAttention, DilatedRingAttention, MultiheadAttention, dilated_attention, from_numpy, to_layout
 from ring_attn_torch.variants.dilated import COMPILES
 
 from ..support.models import assert_near, dilated_arguments, layer_data, layer_weights

@@ -9,14 +9,7 @@ import pytest
 import torch
 
 from ring_attn_core import Band, causal, full
-from ring_attn_torch import (
-    RingAttention,
-    RingTransformer,
-    from_numpy,
-    loss,
-    sum_gradients,
-    to_layout,
-)
+from ring_attn_torch import RingAttention, RingTransformer, from_numpy, loss, sum_gradients, to_layout
 
 from ..support.models import (
     EVERYTHING,

@@ -35,9 +35,7 @@ def arguments(passed: Collection[str], *runs: int):
     assert not [name for name, x in arrays._asdict().items() if x is None], "a new optional array belongs into these tests"
     arrays = Arrays(**{name: getattr(arrays, name) for name in passed})
     options = Options(
-        layout="contiguous",
-        softcap=2.0 if passed else None,
-        dropout_rate=0.0 if arrays.dropout_seed is None else 0.25,
+        layout="contiguous", softcap=2.0 if passed else None, dropout_rate=0.0 if arrays.dropout_seed is None else 0.25
     )
     return [*runs, *options.counts], autograd.OpCall(options).text, *arrays
 

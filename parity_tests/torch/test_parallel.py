@@ -12,16 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ring_attn_torch import (
-    RingTransformer,
-    check_ranks,
-    from_numpy,
-    loss,
-    shard_batch,
-    sum_gradients,
-    tensor_plan,
-    to_numpy,
-)
+from ring_attn_torch import RingTransformer, check_ranks, from_numpy, loss, shard_batch, sum_gradients, tensor_plan, to_numpy
 from ring_attn_torch.training.weights import named_parameters
 
 from ..support.models import LENGTH, TRANSFORMER, Arrays, assert_near, token_ids, transformer_weights

@@ -79,10 +79,7 @@ DIFFERENT: dict[str, Any] = {
     ),
     "a buffer": (another_buffer, r"model.1.running_var \(Tensor float32 \[3\]\) is #\w+ on ranks 0, 1, 3, #\w+ on rank 2"),
     "a count": (another_count, r"num_batches_tracked \(Tensor int64 \[\]\) is 0 #\w+ on ranks 0, 1, 3, 5 #\w+ on rank 2"),
-    "frozen": (
-        frozen,
-        r"model.0.bias is Parameter float32 \[3\] on ranks 0, 1, 3, frozen Parameter float32 \[3\] on rank 2\. ",
-    ),
+    "frozen": (frozen, r"model.0.bias is Parameter float32 \[3\] on ranks 0, 1, 3, frozen Parameter float32 \[3\] on rank 2\. "),
     "a NaN's bits": (another_nan, r"tensors.0 \(Tensor float32 \[2, 3\]\) is #"),
     "absent": (one_weight_less, r"model.0.bias is Parameter float32 \[3\] on ranks 0, 1, 3, absent on rank 2"),
     "one more": (lambda x: x.update(more=1), "more is int on rank 2, absent on ranks 0, 1, 3"),
@@ -144,10 +141,7 @@ NOT_COMPARED: dict[str, Any] = {
     "by itself": (object, "what must be an nn.Module, a tensor or .*, got object"),
     "objects of numpy": (lambda: {"x": np.array([None])}, r"x must be .*, got ndarray of shape \[1\]"),
     "a sparse tensor": (lambda: {"x": torch.ones(2, 2).to_sparse()}, "x is a Tensor of layout torch.sparse_coo"),
-    "a wrapper": (
-        lambda: {"x": TwoTensor(torch.ones(2), torch.zeros(2))},
-        "x is a TwoTensor of .* dense tensors that",
-    ),
+    "a wrapper": (lambda: {"x": TwoTensor(torch.ones(2), torch.zeros(2))}, "x is a TwoTensor of .* dense tensors that"),
     "on meta": (lambda: nn.Linear(2, 2, device="meta"), "weight has no values yet: .* on the meta device"),
     "lazy": (lambda: nn.LazyLinear(2), "weight has no values yet: .* lazy"),
     "two of one name": (lambda: {"a.b": 1, "a": {"b": 2}}, "two entries are called 'a.b'"),

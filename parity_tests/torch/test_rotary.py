@@ -6,9 +6,7 @@ import warnings
 
 import torch
 
-from ring_attn_torch import (
-    RotaryEmbedding,
-)
+from ring_attn_torch import RotaryEmbedding
 
 
 def test_vmap_over_rows_or_positions_is_exact_without_a_warning():

@@ -9,16 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_attn_torch import document_extents, prefix_extents, shard_batch
 
-from ..support.shards import (
-    DOCUMENTS,
-    EVERYTHING,
-    IDS,
-    KEY_MASK,
-    LENGTH,
-    check_shard,
-    extents,
-    shard,
-)
+from ..support.shards import DOCUMENTS, EVERYTHING, IDS, KEY_MASK, LENGTH, check_shard, extents, shard
 
 
 def tensors(options: dict) -> dict:

@@ -17,13 +17,7 @@ from ring_attn_torch.ring import collectives
 from ring_attn_torch.ring.strategies import ring as strategy
 
 from ..support.spawn import PerRank
-from ..support.summaries import (
-    CASES,
-    EXACT,
-    MORE,
-    SummaryCase,
-    refused,
-)
+from ..support.summaries import CASES, EXACT, MORE, SummaryCase, refused
 from .models import Group, ranks_of
 
 

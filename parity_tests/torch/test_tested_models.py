@@ -7,11 +7,7 @@ import pytest
 from benchmarks.hugging_face import tested_models as models
 from benchmarks.hugging_face.tested_models import EXACT, Verdict, page
 
-CLASSES = {
-    "LlamaForCausalLM": "exact",
-    "BertForMaskedLM": "exact",
-    "MobileBertForMaskedLM": "refused",
-}
+CLASSES = {"LlamaForCausalLM": "exact", "BertForMaskedLM": "exact", "MobileBertForMaskedLM": "refused"}
 
 
 @pytest.mark.exhaustive

@@ -84,10 +84,7 @@ def test_generation_is_refused_by_name_on_every_rank(four: Any):
 
 def refused(group: Any) -> list[str]:
     model, messages = make("llama", "float32", "ring").eval(), []
-    calls: list[Any] = [
-        lambda: model(input_ids=IDS, use_cache=True),
-        lambda: model.generate(IDS, max_new_tokens=2),
-    ]
+    calls: list[Any] = [lambda: model(input_ids=IDS, use_cache=True), lambda: model.generate(IDS, max_new_tokens=2)]
     with hf.sequence_parallel(model, group, "balanced"), torch.no_grad():
         for call in calls:
             with pytest.raises(ValueError, match="enter with another layout") as error:

@@ -230,11 +230,7 @@ def refused(group: Any) -> list[tuple[str, str]]:
         ("some of its layers see chunks", make("llama4").eval(), given),
         ("pad on the left", llama, right),
         ("caches of other kinds", llama, {**given, "cache_implementation": "static"}),
-        (
-            "a RingCache, which it makes itself",
-            llama,
-            {**given, CACHE: EncoderDecoderCache(DynamicCache(), DynamicCache())},
-        ),
+        ("a RingCache, which it makes itself", llama, {**given, CACHE: EncoderDecoderCache(DynamicCache(), DynamicCache())}),
         ("different content", llama, {**given, "input_ids": (given["input_ids"] + rank) % 48}),
         ("Call generate(..., use_cache=True), whose cache the ring shares", llama, {**given, "use_cache": False}),
         ("same seed", llama, {**given, "do_sample": True, "seed": rank}),

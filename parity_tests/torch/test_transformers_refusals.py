@@ -41,10 +41,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "labels of a shard": ({"labels": IDS[:, :4]}, r"labels must be \[2, 8\], .* shifts labels, itself"),
     "positions of a shard": ({"position_ids": IDS[:, :4]}, r"position_ids must be \[1 or 2, 8\], .* got \[2, 4\]"),
     "shifted labels alone": ({"shift_labels": IDS}, "shift_labels came without labels"),
-    "both inputs": (
-        {"inputs_embeds": torch.ones(2, 8, 32)},
-        "either input_ids or inputs_embeds .* got .*inputs_embeds",
-    ),
+    "both inputs": ({"inputs_embeds": torch.ones(2, 8, 32)}, "either input_ids or inputs_embeds .* got .*inputs_embeds"),
     "documents by number": ({"seq_idx": IDS}, "got seq_idx alone, which no attention reads"),
     "ends before the row's": (
         {"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 5])},

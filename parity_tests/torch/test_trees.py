@@ -9,14 +9,7 @@ import pytest
 import torch
 
 from ring_attn_core.data.balanced_trees import balanced_tree_layout
-from ring_attn_torch import (
-    gather,
-    gather_token,
-    pack_rollouts,
-    to_layout,
-    tree_extents,
-    unpack_rollouts,
-)
+from ring_attn_torch import gather, gather_token, pack_rollouts, to_layout, tree_extents, unpack_rollouts
 
 from ..support.rollouts import Policy, policy
 from ..support.selection import first
