@@ -154,7 +154,7 @@ def unshared_on_rank(group: Any, folder: Path) -> None:
 def test_folders_that_are_not_one_are_refused_on_every_rank_before_anything_is_written(gloo, tmp_path):
     folders = [tmp_path / str(rank) for rank in range(3)]
     for outcome in gloo.outcomes(3, unshared_on_rank, PerRank(folders[0], folders[1], folders[0])):
-        with pytest.raises(ValueError, match="(?s)rank 1 cannot see .*on a file system that all ranks share"):
+        with pytest.raises(ValueError, match=r"(?s)rank 1 cannot see .*on a file system that all ranks share"):
             raise outcome
     assert [path.name for path in folders[0].iterdir()] == [".lock"]
     assert not folders[1].exists()
