@@ -1,13 +1,21 @@
-"""Checkpoints of a run: what is refused before anything is written, and what cannot be deleted."""
+"""Checkpoints of a run: what is refused before anything is written, what a full disk loses, and what cannot be deleted."""
 
 from __future__ import annotations
 
+import gc
+from importlib import import_module
 from pathlib import Path
+from shutil import rmtree
+from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 from ring_attn_core.model import checkpoint_folder
+
+from ..support.full_disk import full_disk
+from ..support.models import TRANSFORMER
 
 pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("safetensors")
@@ -65,6 +73,44 @@ def test_closed_or_second_checkpoints_are_refused(framework, tmp_path):
     second.save(2, model)
     second.close()
     assert first.steps() == [1, 2]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of tasks that orbax leaves, see below
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_is_told_and_loses_nothing(framework, tmp_path):
+    (model, optimizer), checkpoints = framework.trainee(), framework.Checkpoints(tmp_path)
+    checkpoints.save(1, model, optimizer)
+    checkpoints.wait()
+    saved = framework.to_numpy(model)
+    framework.from_numpy(model, {name: x + 1 for name, x in saved.items()})
+    said = r"of step 2 could not be saved, and those before it are as they were"
+    save = lambda: (checkpoints.save(2, model, optimizer), checkpoints.wait())
+    with full_disk(100), pytest.raises(OSError, match=said):
+        save()
+    assert checkpoints.steps() == [1]
+    save()
+    checkpoints.close()
+    assert checkpoints.steps() == [1, 2]
+    assert [path.name for path in tmp_path.glob(".*")] == [".lock"]
+    rmtree(max(tmp_path.glob("step*")))
+    assert framework.Checkpoints(tmp_path).resume(model, optimizer).step == 1
+    for name, x in framework.to_numpy(model).items():
+        np.testing.assert_array_equal(x, saved[name])
+    gc.collect()  # they end here, and not in a later test
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a module"])
+def test_a_checkpoint_of_another_transformer_is_refused_by_its_config(framework, inside, tmp_path):
+    def make(windows: Any) -> Any:
+        model = framework.make("RingTransformer", **TRANSFORMER, windows=windows)
+        holds = {"jax": ("flax.nnx", "Dict"), "torch": ("torch.nn", "ModuleDict")}[framework.name]
+        return getattr(import_module(holds[0]), holds[1])({"inner": model}) if inside else model
+
+    checkpoints = framework.Checkpoints(tmp_path)
+    checkpoints.save(1, make((3, None)))
+    with pytest.raises(ValueError, match=r"is of another model: windows is \[3, None\] there and None here\. .*another folder"):
+        checkpoints.resume(make(None))
+    checkpoints.close()
 
 
 def test_a_checkpoint_without_an_optimizer_gives_none(framework, tmp_path):

@@ -17,10 +17,8 @@ import optax
 import pytest
 from flax import nnx
 
-from ring_attn_core.model.config import TransformerConfig
 from ring_attn_jax import Checkpoints, RingTransformer, save_weights
 
-from ..support.full_disk import full_disk
 from ..support.models import TRANSFORMER
 from .ring import mesh_of
 
@@ -140,28 +138,6 @@ def test_weights_that_were_deleted_are_named_and_nothing_is_saved(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_full_disk_is_told_and_loses_nothing(tmp_path):
-    model, optimizer = made()
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, model, optimizer)
-    checkpoints.wait()
-    saved = arrays(model, optimizer)
-    with full_disk(100), pytest.raises(OSError, match=r"of step 2 could not be saved, and those before it are as they were"):
-        save_and_wait(checkpoints, 2, model, optimizer)
-    assert checkpoints.steps() == [1]
-    train_step(model, optimizer)
-    again = Checkpoints(tmp_path)
-    progress = again.resume(model, optimizer)
-    assert progress is not None
-    assert progress.step == 1
-    assert_equal(arrays(model, optimizer), saved)
-
-
-def save_and_wait(checkpoints: Checkpoints, step: int, model: Any, optimizer: Any) -> None:
-    checkpoints.save(step, model, optimizer)
-    checkpoints.wait()
-
-
 def test_a_damaged_or_foreign_checkpoint_is_named_and_changes_nothing(tmp_path):
     run(tmp_path, last=2)
     model, optimizer = made(5)
@@ -174,27 +150,20 @@ def test_a_damaged_or_foreign_checkpoint_is_named_and_changes_nothing(tmp_path):
         Checkpoints(tmp_path).resume(nnx.Linear(8, 4, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"optimizer must be an nnx module, got .*nnx\.Variable\(x\).*nnx\.Optimizer"):
         Checkpoints(tmp_path).resume(model, optax.adamw(1e-2))
-    for file in (tmp_path / "step_2").rglob("*"):
-        if file.is_file() and "d" in file.parent.parts:
-            file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(ValueError, match=r"step_2/state/.* is truncated or damaged, it had .*delete .*step_2 to"):
-        Checkpoints(tmp_path).resume(model, optimizer)
-    assert_equal(arrays(model, optimizer), before)
+    for damage, message in (
+        (lambda x: x[:-1] + bytes([x[-1] ^ 1]), "is damaged, its SHA-256 is not that of the file"),
+        (lambda x: x[:-5], "is truncated or damaged, it had .*delete .*step_2 to"),
+    ):
+        for file in (tmp_path / "step_2").rglob("*"):
+            if file.is_file() and "d" in file.parent.parts:
+                file.write_bytes(damage(file.read_bytes()))
+        with pytest.raises(ValueError, match=rf"step_2/state/.* {message}"):
+            Checkpoints(tmp_path).resume(model, optimizer)
+        assert_equal(arrays(model, optimizer), before)
     (tmp_path / "step_2").rename(tmp_path / "put_aside")
     progress = Checkpoints(tmp_path).resume(model, optimizer)
     assert progress is not None
     assert progress.step == 1
-
-
-@pytest.mark.parametrize("around", [lambda model: model, lambda model: nnx.Dict(inner=model)], ids=["alone", "in a module"])
-def test_a_checkpoint_of_another_transformer_is_refused_by_its_config(around, tmp_path):
-    config = TransformerConfig(**TRANSFORMER, windows=(3, None))
-    model = around(RingTransformer.from_config(config, rngs=nnx.Rngs(0)))
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, model)
-    with pytest.raises(ValueError, match=r"is of another model: windows is \[3, None\] there and None here"):
-        checkpoints.resume(around(RingTransformer(**TRANSFORMER, rngs=nnx.Rngs(0))))
-    checkpoints.close()
 
 
 def test_shards_are_resumed_on_another_mesh(tmp_path):

@@ -83,8 +83,6 @@ def group_with(where: Path, **values: Any) -> None:
 
 DAMAGE = {
     "bit flip": (flipped, r"safetensors is damaged, its SHA-256 is not that of the file"),
-    "step": (lambda where: change(where, {"step": "x"}), r"step in .*run\.json must be an int of at least 0, got 'x'"),
-    "list": (lambda where: (where / "run.json").write_text("[]"), r"run\.json must hold a JSON object, got a list"),
     "lr": (lambda where: group_with(where, lr="x"), r"lr of group 0 of the optimizer in .*run\.json is 'x', and here 0\.1"),
     "betas": (lambda where: group_with(where, betas=[1, "x"]), r"betas of group 0 of the optimizer in .*run\.json"),
     "groups": (lambda where: change(where, {"optimizer": ["x"]}), r"optimizer in .*run\.json must be a list of objects"),

@@ -83,9 +83,7 @@ def test_ranks_that_disagree_about_checkpoints_all_say_so(gloo, tmp_path):
     checkpoints.save(3, torch.nn.Linear(3, 2))
     checkpoints.close()
     for outcome in gloo.outcomes(2, resumed_on_rank, PerRank(tmp_path / "a", tmp_path / "b")):
-        with pytest.raises(
-            ValueError, match=r"^the newest checkpoint is 3 on rank 0, None on rank 1: all ranks must"
-        ):
+        with pytest.raises(ValueError, match=r"^the newest checkpoint is 3 on rank 0, None on rank 1: all ranks must"):
             raise outcome
     words = "^step is 4 on rank 0, 5 on rank 1: all ranks must make the same calls"
     gloo.refuse(words, 2, saved_on_rank, tmp_path / "a", PerRank(4, 5))
