@@ -92,10 +92,26 @@ def test_the_dilated_layer_has_the_weights_of_ring_attention_by_the_same_seed(fr
 
 
 @pytest.mark.exhaustive
-def test_frameworks_agree_on_the_dilated_layer(frameworks):
+def test_the_dilated_layer_with_norms_and_biases_is_one_on_any_ring_of_either_framework(frameworks):
     sizes = {"qk_norm": True, "qkv_bias": True}
-    arguments = layer_weights(**sizes), *layer_data(), 3, DILATED["softmax"] | sizes
-    assert_near(*(each.layer(*arguments) for each in frameworks), relative=1e-5)
+    run = lambda each, ranks: each.layer(layer_weights(**sizes), *layer_data(), ranks, DILATED["softmax"] | sizes)
+    one, *others = (run(each, ranks) for each in frameworks for ranks in (1, 3))
+    for other in others:
+        assert_near(other, one, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"dilations": (1,)}, "one dilation for each segment"),
+        ({"segments": (3, 8, 9), "dilations": (1, 2, 3), "mixing": "heads"}, "got 3 patterns for 2 heads"),
+        ({"strategy": "mesh"}, "strategy"),
+        ({"deterministic": 1}, "deterministic must be True or False"),
+    ],
+)
+def test_patterns_and_options_that_do_not_fit_are_refused_by_the_dilated_layer(framework, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        framework.make("DilatedRingAttention", 12, 2, **{"segments": (3, 8), "dilations": (1, 2)} | arguments)
 
 
 @in_each("ranks", jax=first([4], 0), torch=[4])
@@ -200,6 +216,8 @@ def test_arrays_that_do_not_fit_are_refused(framework):
         rotary(x[:, :, 0], framework.array(np.arange(4)))
     with pytest.raises(ValueError, match=r"x must be \[batch, tokens, 24\], got \[4, 24\]"):
         layer(ones(4, 24))
+    with pytest.raises(ValueError, match=r"x must be \[batch, tokens, 24\], got \[4, 24\]"):
+        framework.make("DilatedRingAttention", 24, 4, **ONE_SEGMENT)(ones(4, 24))
     with pytest.raises(ValueError, match="to_layout"):
         layer(ones(1, 5, 24))
     with pytest.raises(ValueError, match=r"labels must be \[2, 4\]"):

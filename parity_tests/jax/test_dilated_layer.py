@@ -190,10 +190,6 @@ def test_queries_and_keys_of_two_lengths_are_refused():
     ("arguments", "words"),
     [
         ({"segments": (3, 8), "dilations": (1,)}, "one dilation for each segment"),
-        ({"segments": (8, 3), "dilations": (1, 1)}, r"strictly increasing, got \(8, 3\)"),
-        ({"segments": (3, 8), "dilations": (1, 3)}, "dilation must divide its segment, got 3 for a segment of 8"),
-        ({"segments": 8, "dilations": 1}, "segments must be a tuple of ints"),
-        ({**TWO, "mixing": "sum"}, "mixing must be .*, got 'sum'"),
         ({**TWO, "strategy": "mesh"}, "strategy"),
         ({**TWO, "axis_name": "ring"}, "the mesh has no axis 'ring'"),
     ],
@@ -206,10 +202,5 @@ def test_patterns_and_options_that_do_not_fit_are_refused_when_made(arguments, w
 
 
 def test_more_patterns_than_heads_are_refused():
-    three = {"segments": (3, 8, 9), "dilations": (1, 2, 3), "mixing": "heads"}
     with pytest.raises(ValueError, match="got 3 patterns for 2 heads"):
-        DilatedRingAttention(12, 2, **three, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="got 3 patterns for 2 heads"):
-        dilated_attention_fn(mesh=mesh_of(1), **three)(*qkv(1))
-    with pytest.raises(ValueError, match=r"x must be \[batch, tokens, 12\], got \[8, 12\]"):
-        DilatedRingAttention(12, 2, **TWO, rngs=nnx.Rngs(0))(jnp.ones((8, 12)))
+        dilated_attention_fn(mesh=mesh_of(1), segments=(3, 8, 9), dilations=(1, 2, 3), mixing="heads")(*qkv(1))
