@@ -167,8 +167,11 @@ class Framework(ABC):
         """
 
     @abstractmethod
-    def transformer(self, ranks: int, layout: str, data: Arrays, seed: int | None = None, **sizes: Any) -> Arrays:
-        """Return loss, logits and gradients of a RingTransformer, in natural order; ``data``: what shard_batch takes."""
+    def transformer(self, ranks: int, layout: str, data: Arrays, **options: Any) -> Arrays:
+        """Return loss, logits and gradients of a RingTransformer, in natural order; ``data``: what shard_batch takes.
+
+        ``options``: ``seed`` of dropout, ``chunk`` of a loss of hidden states, and the sizes.
+        """
 
 
 def check_agree(case: Case, a: Attention, b: Attention) -> float:

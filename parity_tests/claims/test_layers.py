@@ -22,6 +22,7 @@ from ..support.models import (
     layer_data,
     layer_weights,
     packed_batch,
+    token_data,
     token_ids,
     transformer_weights,
 )
@@ -134,10 +135,20 @@ def test_the_layer_of_summaries_is_right_in_every_weight(framework, ranks, whole
 @pytest.mark.exhaustive
 def test_a_transformer_of_every_feature_is_one_on_any_ring_of_either_framework(frameworks):
     """Logits, loss and gradients over packed documents, a key mask and dropout; PyTorch on one device has no group."""
-    run = lambda each, ranks: each.transformer(ranks, "zigzag" if ranks > 1 else "contiguous", packed_batch(), 7, **EVERYTHING)
+    options = EVERYTHING | {"seed": 7}
+    run = lambda each, ranks: each.transformer(ranks, "zigzag" if ranks > 1 else "contiguous", packed_batch(), **options)
     one, *others = (run(each, ranks) for each in frameworks for ranks in (1, 4))
     for other in others:
         assert_near(other, one, 1e-5)
+
+
+@in_each("ranks,tied", jax=first([(2, False), (4, True)], 0), torch=[(1, True), (2, False), (4, True), (4, False)])
+def test_loss_and_gradients_in_chunks_are_those_of_the_whole(framework, ranks, tied):
+    """In float64, where sums in another order differ by its rounding."""
+    sizes = {"tied": tied, "depth": 1, "param_dtype": "float64"}
+    with framework.x64():
+        whole = framework.transformer(1, "contiguous", token_data(), **sizes)
+        assert_near(framework.transformer(ranks, "striped", token_data(), chunk=7, mlp_chunk=3, **sizes), whole, 1e-13)
 
 
 @pytest.mark.parametrize("counts", [(3, 0, 10, 1), (0, 0, 0, 0)])

@@ -19,7 +19,7 @@ from ..support.balanced import DIRECT_CASES
 from ..support.cases import Case, check, check_future_unseen, check_same
 from ..support.models import assert_near, layer_data, layer_weights
 from ..support.selection import first, in_each, one_in, one_of_each
-from ..support.strategies import BY_HEADS, COMBINED, EACH, ONE_EACH, PAIRS, SHARED, STRATEGIES
+from ..support.strategies import BY_HEADS, COMBINED, EACH, ONE_EACH, PAIRS, SHARED, SLICED, STRATEGIES
 from .framework import check_agree
 
 COARSE = (8, 6)
@@ -51,6 +51,11 @@ def test_every_feature_at_once_is_exact_and_hides_nan(framework, case):
     clean = framework.attention(case)
     check(case, clean)
     check_same(framework.attention(replace(case, poison=True)), clean)
+
+
+@in_each("case", jax=first([SLICED[i] for i in (0, 2, 3, 1, 4)], 1, 3), torch=first(SLICED, 3), slow="jax")
+def test_slices_of_shards_are_exact_with_every_feature(framework, case):
+    check(case, framework.attention(case, once=True))
 
 
 @in_each("case", jax=first([SHARED[i] for i in (1, 0, 3, 2, 4)], 0, 3), torch=SHARED, slow="jax")

@@ -117,8 +117,8 @@ class Jax(Framework):
     def layer(self, weights: Any, x: np.ndarray, dout: np.ndarray, ranks: int, arguments: Any, *, whole: bool = False) -> Any:
         return models.run_layer(weights, x, dout, ranks, arguments, whole)
 
-    def transformer(self, ranks: int, layout: str, data: Any, seed: int | None = None, **sizes: Any) -> Any:
-        return models.run_transformer(ranks, layout, data, seed, **sizes)
+    def transformer(self, ranks: int, layout: str, data: Any, **options: Any) -> Any:
+        return models.run_transformer(ranks, layout, data, **options)
 
 
 def _program(function: Callable[..., Any], where: dict[str, Any] | None = None) -> Callable[..., Any]:

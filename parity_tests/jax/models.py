@@ -60,11 +60,12 @@ def run_layer(
 
 @lru_cache(maxsize=8)
 def transformer_step(
-    ranks: int, layout: str, length: int = LENGTH, whole: bool = False, **sizes: Any
+    ranks: int, layout: str, length: int = LENGTH, whole: bool = False, chunk: int | None = None, **sizes: Any
 ) -> tuple[RingTransformer, Callable[..., Any]]:
     """A transformer, and ``step(parameters, data, seed) -> (loss, logits), gradients``.
 
-    ``data``: what ``sharded`` gives, in layout order; ``seed`` of dropout, None for no dropout.
+    ``data``: what ``sharded`` gives, in layout order; ``seed`` of dropout, None for no dropout. ``chunk``: that of the loss of
+    hidden states, None for one of logits.
     """
     mesh = mesh_of(ranks)
     model = RingTransformer(**TRANSFORMER | sizes, layout=layout, mesh=mesh if whole else None, rngs=nnx.Rngs(0))
@@ -72,8 +73,12 @@ def transformer_step(
 
     def objective(parameters, data, seed):
         inputs = {name: x for name, x in data.items() if name != "labels"}
-        logits = nnx.merge(graph, parameters)(**inputs, length=length, dropout_seed=seed)
-        return loss(logits, data["labels"], axis_name=None if whole else "seq"), logits
+        model, axis = nnx.merge(graph, parameters), None if whole else "seq"
+        out = model(**inputs, length=length, dropout_seed=seed, return_hidden=chunk is not None)
+        if chunk is None:
+            return loss(out, data["labels"], axis_name=axis), out
+        value = loss(out, data["labels"], head=model.head_weight, chunk=chunk, axis_name=axis)
+        return value, out @ model.head_weight.T
 
     step = jax.value_and_grad(objective, has_aux=True)
     if not whole:
@@ -94,10 +99,12 @@ def sharded(ranks: int, layout: str, **data: np.ndarray) -> dict[str, jax.Array]
     return {name: x for name, x in batch._asdict().items() if isinstance(x, jax.Array)}
 
 
-def run_transformer(ranks: int, layout: str, data: Arrays, seed: int | None = None, **sizes: Any) -> Arrays:
+def run_transformer(
+    ranks: int, layout: str, data: Arrays, seed: int | None = None, chunk: int | None = None, **sizes: Any
+) -> Arrays:
     """Logits in natural order, the loss, and the gradients of every weight; ``data``: what shard_batch takes."""
     length = data["ids"].shape[1]
-    model, step = transformer_step(ranks, layout, length, **sizes)
+    model, step = transformer_step(ranks, layout, length, chunk=chunk, **sizes)
     parameters = loaded(model, transformer_weights(**sizes), ranks)
     (value, logits), gradients = step(parameters, sharded(ranks, layout, **data), seed)
     nnx.update(model, gradients)

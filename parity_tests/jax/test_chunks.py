@@ -11,44 +11,14 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ring_attn_jax import RingTransformer, from_layout, from_numpy, gather_token, loss, shard_batch, to_numpy
+from ring_attn_jax import RingTransformer, from_numpy, loss, shard_batch, to_numpy
 from ring_attn_jax.layers.block import SwiGLU
 from ring_attn_jax.sharded import ShardedAxes
 
-from ..support.models import LENGTH, TRANSFORMER, Arrays, assert_near, token_data, token_ids, transformer_weights
+from ..support.models import LENGTH, TRANSFORMER, assert_near, token_data, token_ids, transformer_weights
 from ..support.selection import first
 from .models import REPLICATED, run_transformer
 from .ring import AS_USERS, SEQ, mesh_of
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("ranks", "tied"), first([(2, False), (4, True)]))
-def test_loss_and_gradients_in_chunks_are_those_of_the_whole(ranks, tied):
-    whole = run_transformer(1, "striped", token_data(), tied=tied, depth=1)
-    assert_near(chunked(ranks, tied), whole | {"last": whole["logits"][:, -1]}, 1e-5)
-
-
-def chunked(ranks: int, tied: bool) -> Arrays:
-    """Logits in natural order, those of the last token, the loss, and the gradients of every weight."""
-    sizes: dict[str, Any] = TRANSFORMER | {"depth": 1, "tied": tied, "mlp_chunk": 3}
-    model = RingTransformer(**sizes, layout="striped", rngs=nnx.Rngs(0))
-    graph, parameters = nnx.split(from_numpy(model, transformer_weights(tied, depth=1)), nnx.Param)
-    ids, labels = (jnp.asarray(x) for x in token_ids())
-    batch = shard_batch(ids, "striped", ranks, labels=labels)
-
-    def objective(parameters, ids, labels):
-        model = nnx.merge(graph, parameters)
-        hidden = model(ids, length=LENGTH, return_hidden=True)
-        last = gather_token(hidden, layout="striped", length=LENGTH) @ model.head_weight.T
-        return loss(hidden, labels, head=model.head_weight, chunk=7), (hidden @ model.head_weight.T, last)
-
-    step = jax.value_and_grad(objective, has_aux=True)
-    specs = (REPLICATED, SEQ, SEQ), ((REPLICATED, (SEQ, REPLICATED)), REPLICATED)
-    program = jax.jit(jax.shard_map(step, mesh=mesh_of(ranks), in_specs=specs[0], out_specs=specs[1]))
-    (value, (logits, last)), gradients = program(parameters, batch.ids, batch.labels)
-    nnx.update(model, gradients)
-    results = {"loss": np.asarray(value), "last": np.asarray(last), **to_numpy(model)}
-    return results | {"logits": np.asarray(from_layout(logits, "striped", ranks, LENGTH))}
 
 
 @pytest.mark.exhaustive

@@ -109,8 +109,8 @@ class Torch(Framework):
     def layer(self, weights: Any, x: np.ndarray, dout: np.ndarray, ranks: int, arguments: Any, *, whole: bool = False) -> Any:
         return self._same(ranks, models.layer_on_rank, weights, x, dout, arguments)
 
-    def transformer(self, ranks: int, layout: str, data: Any, seed: int | None = None, **sizes: Any) -> Any:
-        on_rank = partial(models.transformer_on_rank, layout=layout, data=data, seed=seed, **sizes)
+    def transformer(self, ranks: int, layout: str, data: Any, **options: Any) -> Any:
+        on_rank = partial(models.transformer_on_rank, layout=layout, data=data, **options)
         return on_rank(None) if ranks == 1 else self._same(ranks, on_rank)
 
     def _same(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -42,26 +42,34 @@ def layer_on_rank(group: Group, weights: Arrays, x: np.ndarray, dout: np.ndarray
     return {"out": whole(out, layout, group), "dx": whole(shard.grad, layout, group), **gradients(layer)}
 
 
-def transformer_on_rank(group: Group, layout: str, data: Arrays, seed: int | None = None, **sizes: Any) -> Arrays:
+def transformer_on_rank(
+    group: Group, layout: str, data: Arrays, seed: int | None = None, chunk: int | None = None, **sizes: Any
+) -> Arrays:
     """Logits of all ranks in natural order, the loss, and the gradients of every weight; ``data``: what shard_batch takes."""
     model = RingTransformer(**TRANSFORMER | sizes, layout=layout, group=group)  # type: ignore[arg-type]
     from_numpy(model, transformer_weights(**sizes))
-    logits, value = step(model, group, seed, **data)
+    logits, value = step(model, group, seed, chunk, **data)
     logits = whole(logits, layout, group, data["ids"].shape[1])
     return {"loss": value.detach().numpy(), "logits": logits, **gradients(model)}
 
 
-def step(model: RingTransformer, group: Group, seed: int | None = None, **data: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Logits of this rank and the loss of all; gradients are summed over the ranks. ``data``: what shard_batch takes."""
+def step(
+    model: RingTransformer, group: Group, seed: int | None = None, chunk: int | None = None, **data: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """Logits of this rank and the loss of all; gradients are summed over the ranks. ``data``: what shard_batch takes.
+
+    ``chunk``: that of the loss of hidden states, None for one of logits.
+    """
     layout = model.blocks[0].attention.options.layout  # type: ignore[union-attr]
     arrays: dict[str, Any] = {name: torch.from_numpy(x) for name, x in data.items()}
     batch = shard_batch(layout=layout, ranks=ranks_of(group), rank=rank_in(group), **arrays)  # type: ignore[arg-type]
     masks = {"extents": batch.extents, "key_mask": batch.key_mask}
-    logits = model(batch.ids, batch.positions, batch.length, **masks, dropout_seed=seed)
-    value = loss(logits, batch.labels, group=group)
+    out = model(batch.ids, batch.positions, batch.length, **masks, dropout_seed=seed, return_hidden=chunk is not None)
+    head = {} if chunk is None else {"head": model.head_weight, "chunk": chunk}
+    value = loss(out, batch.labels, group=group, **head)
     value.backward()
     sum_gradients(model, group)
-    return logits, value
+    return out if chunk is None else out @ model.head_weight.T, value
 
 
 def gradients(module: nn.Module) -> Arrays:

@@ -6,49 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ring_attn_torch import RingTransformer, from_numpy, gather, gather_token, loss, shard_batch, sum_gradients
+from ring_attn_torch import RingTransformer, from_numpy
 from ring_attn_torch.layers.block import SwiGLU
 from ring_attn_torch.layers.chunks import in_chunks
 
-from ..support.models import TRANSFORMER, Arrays, assert_near, token_ids, transformer_weights
+from ..support.models import TRANSFORMER, token_ids, transformer_weights
 from .memory import peak_bytes
-from .models import Group, gradients, rank_in, ranks_of
-
-
-@pytest.mark.parametrize(("ranks", "tied"), [(1, True), (2, False), (4, True), (4, False)])
-def test_loss_and_gradients_in_chunks_are_those_of_the_whole(gloo, ranks, tied):
-    """In float64, where sums in another order differ by its rounding."""
-    whole = chunked_on_rank(None, tied, None)
-    for got in gloo(ranks, chunked_on_rank, tied, 3):
-        assert_near(got, whole, 1e-13)
-
-
-def chunked_on_rank(group: Group, tied: bool, chunk: int | None) -> Arrays:
-    """The loss, all gradients, and the logits of all tokens and of the last; None: nothing in chunks, and no hidden states."""
-    sizes: dict[str, Any] = TRANSFORMER | {"tied": tied, "param_dtype": "float64", "mlp_chunk": chunk}
-    model = from_numpy(RingTransformer(**sizes, group=group), transformer_weights(tied))
-    ids, labels = (torch.from_numpy(x) for x in token_ids())
-    shard = shard_batch(F.pad(ids, (0, 1)), "zigzag", ranks_of(group), rank_in(group), labels=F.pad(labels, (0, 1), value=-100))
-    length = shard.length
-    if chunk is None:
-        logits = model(shard.ids, shard.positions, length)
-        value = loss(logits, shard.labels, group=group)
-        last = logits[:, shard.positions[0] == length - 1].squeeze(1)
-    else:
-        hidden = model(shard.ids, shard.positions, length, return_hidden=True)
-        value = loss(hidden, shard.labels, head=model.head_weight, chunk=7, group=group)
-        last = gather_token(hidden, group=group, length=length) @ model.head_weight.T
-        logits = hidden @ model.head_weight.T
-    value.backward()
-    sum_gradients(model, group)
-    results = gradients(model) | {"loss": value.detach().numpy(), "last": last.detach().numpy()}
-    return results | {"logits": gather(logits.detach(), group=group, length=length).numpy()}
 
 
 def test_tokens_that_fit_in_one_chunk_are_computed_once():
