@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ring_attn_core.dropout import keep_mask, rescale
+from ring_attn_core.dropout import WORD, keep_mask, rescale
 
 HOW: dict[str, Any] = {"batch": 2, "heads": 3, "dropout_rate": 0.3, "dropout_seed": -5}
 
@@ -16,11 +16,13 @@ def mask_of(framework: Any, *positions: Any, **how: Any) -> np.ndarray:
     return np.asarray(framework.compiled(lambda: framework.dropout_mask(*positions, **HOW | how))())
 
 
-def test_it_is_the_reference_at_any_positions_and_offset(framework):
+@pytest.mark.parametrize("offset", [(4, 1), (WORD, WORD), (WORD - 1, 0)])
+def test_it_is_the_reference_at_any_positions_and_offset(framework, offset):
+    """Batch rows and heads are counted modulo 2 to the 32."""
     q, k = [3, 2**31 - 1, 8, 0, 17], np.array([40, 1, 9, 2**20, 2, 33, 8])
-    got = mask_of(framework, q, k, dropout_offset=(4, 1))
+    got = mask_of(framework, q, k, dropout_offset=offset)
     assert got.dtype == np.bool_
-    np.testing.assert_array_equal(got, keep_mask(-5, 0.3, 2, 3, q, k, (4, 1)))
+    np.testing.assert_array_equal(got, keep_mask(-5, 0.3, 2, 3, q, k, offset))
     assert mask_of(framework, q, k, dropout_rate=0.0).all()
 
 

@@ -31,7 +31,8 @@ def run_layer(
 ) -> Arrays:
     """out, dx and the weights' gradients of RingAttention, in natural order; ``whole``: the layer builds the shard_map itself.
 
-    With ``segments`` among the arguments it is a DilatedRingAttention, with ``summaries`` a SummaryAttention.
+    With ``segments`` among the arguments it is a DilatedRingAttention, with ``summaries`` a SummaryAttention. With a ``context``
+    there is dcontext too.
     """
     mesh = mesh_of(ranks)
     made, called = made_and_called(arguments)
@@ -40,22 +41,24 @@ def run_layer(
     graph, state = nnx.split(from_numpy(layer, weights), nnx.Param)
     layout = "contiguous" if isinstance(layer, SummaryAttention) else layer.options.layout
     there = lambda array: to_layout(jnp.asarray(array), layout, ranks)
-    back = lambda array: np.asarray(from_layout(array, layout, ranks, LENGTH))
+    back = lambda array, length: np.asarray(from_layout(array, layout, ranks, length))
+    leaves = {"x": x} | {name: called.pop(name) for name in ("context",) if name in called}
     arrays = {name: there(x) for name, x in called.items() if isinstance(x, np.ndarray)}
     numbers = {name: x for name, x in called.items() if name not in arrays}
 
-    def forward(state, x, arrays):
-        return nnx.merge(graph, state)(x, length=LENGTH, **arrays, **numbers)
+    def forward(state, leaves, arrays):
+        return nnx.merge(graph, state)(**leaves, length=LENGTH, **arrays, **numbers)
 
     @jax.jit
-    def program(state, x, arrays, dout):
+    def program(state, leaves, arrays, dout):
         sharded = forward if whole else jax.shard_map(forward, mesh=mesh, in_specs=(REPLICATED, SEQ, SEQ), out_specs=SEQ)
-        out, vjp = jax.vjp(lambda state, x: sharded(state, x, arrays), state, x)
+        out, vjp = jax.vjp(lambda state, leaves: sharded(state, leaves, arrays), state, leaves)
         return out, *vjp(dout)
 
-    out, gradients, dx = program(state, there(x), arrays, there(dout))
+    out, gradients, of_leaves = program(state, {name: there(leaf) for name, leaf in leaves.items()}, arrays, there(dout))
     nnx.update(layer, gradients)
-    return {"out": back(out), "dx": back(dx), **to_numpy(layer)}
+    named = {f"d{name}": back(of_leaves[name], leaf.shape[1]) for name, leaf in leaves.items()}
+    return {"out": back(out, LENGTH), **named, **to_numpy(layer)}
 
 
 @lru_cache(maxsize=8)

@@ -12,9 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 from ring_attn_core import full
-from ring_attn_core.dropout import WORD, keep_mask
 from ring_attn_jax import sharded_ring_attention
-from ring_attn_jax.attend import dropout
 
 from ..support.cases import Case, check_kept, one_hot
 from ..support.selection import first
@@ -32,14 +30,6 @@ def test_dropout_keeps_the_same_set_where_batch_and_heads_are_sharded():
 def test_a_seed_may_be_any_int64(seed):
     case = one_hot(Case("striped", full(), 2, v_dim=37, dropout_rate=0.3, seed=seed))
     check_kept(case, natural(case, dropped(case, mesh_of(2), seed)))
-
-
-@pytest.mark.parametrize("offset", [(WORD, WORD), (WORD - 1, 0)])
-def test_batch_rows_and_heads_are_counted_modulo_2_to_the_32(offset):
-    draw = dropout.dropout_state(5, offset)
-    positions = jnp.arange(40)
-    got = jax.jit(lambda: dropout.keep_mask(dropout.philox_keys(draw, 3, 2), 0.3, positions, positions))()
-    np.testing.assert_array_equal(got, keep_mask(5, 0.3, 3, 2, np.arange(40), np.arange(40), offset))
 
 
 def test_a_new_seed_each_step_compiles_nothing():

@@ -42,7 +42,7 @@ EVERYTHING.pop("rotary_base")
 
 MIDDLE = LENGTH // 2
 
-CALLED = "extents", "key_mask", "dropout_seed"
+CALLED = "extents", "key_mask", "dropout_seed", "context", "context_length"
 """The arguments of RingAttention's call; the others belong to its constructor."""
 
 

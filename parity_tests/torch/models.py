@@ -26,7 +26,8 @@ Group = dist.ProcessGroup | None
 def layer_on_rank(group: Group, weights: Arrays, x: np.ndarray, dout: np.ndarray, arguments: dict[str, Any]) -> Arrays:
     """out, dx and the weights' gradients of RingAttention, gathered from all ranks, in natural order.
 
-    With ``segments`` among the arguments it is a DilatedRingAttention, with ``summaries`` a SummaryAttention.
+    With ``segments`` among the arguments it is a DilatedRingAttention, with ``summaries`` a SummaryAttention. With a ``context``
+    there is dcontext too.
     """
     made, called = made_and_called(arguments)
     kind = DilatedRingAttention if "segments" in made else SummaryAttention if "summaries" in made else RingAttention
@@ -34,12 +35,14 @@ def layer_on_rank(group: Group, weights: Arrays, x: np.ndarray, dout: np.ndarray
     rank, ranks = rank_in(group), ranks_of(group)
     layout: Any = "contiguous" if isinstance(layer, SummaryAttention) else layer.options.layout
     mine = lambda array: to_layout(torch.from_numpy(array), layout, ranks).chunk(ranks, 1)[rank]
-    shard = mine(x).requires_grad_()
-    out = layer(shard, length=LENGTH, **{name: mine(x) if isinstance(x, np.ndarray) else x for name, x in called.items()})
+    given = {"x": x} | called
+    shards = {name: mine(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
+    leaves = {name: shards[name].requires_grad_() for name in ("x", "context") if name in shards}
+    out = layer(length=LENGTH, **shards)
     out.backward(mine(dout))
     sum_gradients(layer, group)
-    assert shard.grad is not None
-    return {"out": whole(out, layout, group), "dx": whole(shard.grad, layout, group), **gradients(layer)}
+    named = {f"d{name}": whole(leaf.grad, layout, group, given[name].shape[1]) for name, leaf in leaves.items()}
+    return {"out": whole(out, layout, group), **named, **gradients(layer)}
 
 
 def transformer_on_rank(
