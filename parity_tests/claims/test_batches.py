@@ -35,6 +35,36 @@ def test_a_million_tokens_are_packed_right(framework):
     np.testing.assert_array_equal(framework.document_extents(cu_seqlens=ends), expected)
 
 
+POSITION = r"position must be (an int|integers)"
+
+
+@pytest.mark.parametrize(
+    ("call", "x", "options", "message"),
+    [
+        ("gather", np.ones((1, 3)), {}, "x must be this rank's shard .*, got shape .3."),
+        ("gather", [1.0], {}, "x must be an? (array|torch.Tensor), got list"),
+        ("gather", np.ones((1, 5)), {}, "x holds 5 tokens, and of length=5 over 1 ranks in zigzag a shard has 6"),
+        ("gather", np.ones((1, 6)), {"layout": "spiral"}, "unknown layout 'spiral'"),
+        ("gather", np.ones((1, 6)), {"length": 5.5}, "length is the true global number"),
+        ("gather_token", np.ones((1, 6)), {"layout": "spiral"}, "unknown layout 'spiral'"),
+        ("gather_token", np.ones((1, 6)), {"length": 5.5}, "length is the true global number"),
+        ("gather_token", np.ones((1, 6)), {"position": 6}, "position must be an int from -6 to 5, or integers"),
+        ("gather_token", np.ones((1, 6)), {"position": 0.5}, POSITION + ".*, got"),
+        ("gather_token", np.ones((1, 6)), {"position": np.ones(1, "f4")}, POSITION + r" \[1\], .*, got (torch.)?float32 \[1\]"),
+        ("gather_token", np.ones((2, 6)), {"position": np.ones(1, int)}, POSITION + r" \[2\]"),
+    ],
+)
+def test_what_is_no_shard_is_refused_by_gather(framework, call, x, options, message):
+    arguments = framework.arrays(options)
+    held = lambda shard: x if isinstance(x, list) else shard[0] if x.shape[1] == 3 else shard
+    run = lambda shard, **ring: getattr(framework, call)(held(shard), **arguments, **ring)
+    if framework.name == "torch":
+        with pytest.raises(ValueError, match=message):
+            run(framework.array(np.asarray(x)))
+    else:
+        framework.refuses(message, 1, run, np.ones((1, 6)) if isinstance(x, list) else x)
+
+
 def test_labels_that_cross_documents_are_refused(framework):
     ids, documents = map(framework.array, (np.arange(12)[None], np.array([[0] * 3 + [1] * 2 + [2] * 7])))
     following = framework.array(np.roll(np.arange(12), -1)[None])

@@ -7,12 +7,13 @@ from functools import partial
 import numpy as np
 import pytest
 
-from ring_attn_core import sliding_window
+from ring_attn_core import causal, full, sliding_window
 
 from ..support.models import (
     EVERYTHING,
     LAYER,
     LENGTH,
+    MIDDLE,
     TRANSFORMER,
     VOCAB,
     arguments_of_attention,
@@ -24,6 +25,7 @@ from ..support.models import (
     packed_batch,
     token_data,
     token_ids,
+    token_pair,
     transformer_weights,
 )
 from ..support.selection import first, grid, in_each
@@ -140,6 +142,22 @@ def test_a_transformer_of_every_feature_is_one_on_any_ring_of_either_framework(f
     one, *others = (run(each, ranks) for each in frameworks for ranks in (1, 4))
     for other in others:
         assert_near(other, one, 1e-5)
+
+
+WINDOWS = [(causal(), (3, 7)), (full(), (2, None)), (full(), (5, 0))]
+
+
+@in_each("mask,windows", jax=first(WINDOWS, 1, 2), torch=WINDOWS, ids=lambda x: str(x).replace("None", "all"))
+def test_a_token_reaches_as_far_as_the_windows_of_the_layers(framework, mask, windows):
+    """Through all layers together, and through the first one if the other sees only itself."""
+    labels = token_ids()[1]
+    for limits in (windows, (windows[0], 0), (0, windows[1])):
+        sizes = {"mask": mask, "windows": limits}
+        run = lambda ids, sizes=sizes: framework.transformer(2, "zigzag", {"ids": ids, "labels": labels}, **sizes)
+        one, other = (run(ids)["logits"] for ids in token_pair())
+        limit = sum(LENGTH if window is None else window for window in limits)
+        first, last = max(MIDDLE - limit * (mask == full()), 0), min(MIDDLE + limit, LENGTH - 1)
+        np.testing.assert_array_equal(np.flatnonzero((one != other).any((0, 2))), np.arange(first, last + 1))
 
 
 @in_each("ranks,tied", jax=first([(2, False), (4, True)], 0), torch=[(1, True), (2, False), (4, True), (4, False)])

@@ -31,6 +31,33 @@ def test_attention_over_the_tree_is_that_of_every_rollout_alone(framework, heads
         np.testing.assert_allclose(out, attention(wide, wide, wide)[0, : len(alone)], rtol=1e-5, atol=1e-6)
 
 
+def test_arrays_are_of_the_dtypes_of_a_shard(framework):
+    named = lambda x: str(x.dtype).removeprefix("torch.")
+    key_extents, positions = framework.tree_extents([-1, 0, 0], [2, 1, 3])
+    assert named(key_extents) == named(positions) == "int32"
+    assert tuple(key_extents.shape) == (1, 6, 2)
+    weights = [*framework.array(np.array([0.5, 2]), "bfloat16")]
+    packed = framework.pack_rollouts([framework.array(np.array([1, 2, 3])), [1, 2, 4]], weights=weights)
+    index = "int32" if framework.name == "jax" else "int64"
+    assert {named(x) for x in (packed.ids, packed.labels, packed.predictors)} == {index}
+    assert (named(packed.label_weights), named(packed.positions)) == ("float32", "int32")
+    assert packed.label_weights.tolist() == [[2.5, 0.5, 0, 2, 0]]
+    np.testing.assert_array_equal(framework.tree_extents(*packed.tree).positions, packed.positions)
+
+
+@in_each("count", jax=[10], torch=[300])
+def test_whole_values_come_back_per_rollout_and_gradients_add_in_float32(framework, count):
+    rollouts = [[1, 2, 3 + i] for i in range(count)]
+    packed = framework.pack_rollouts(rollouts)
+    assert [tokens.tolist() for tokens in framework.unpack_rollouts(packed.ids, packed)] == [each[:-1] for each in rollouts]
+    values = framework.array(np.ones(packed.ids.shape), "bfloat16")
+    _, (gradient,) = framework.pull(lambda values: tuple(framework.unpack_rollouts(values, packed)), [values])
+    assert gradient[0, 0] == count  # a sum of ones in bfloat16 ends at 256
+    for features in (4, 0):
+        whole = framework.array(np.ones((*packed.ids.shape, features)))
+        assert tuple(framework.unpack_rollouts(whole, packed)[7].shape) == (2, features)
+
+
 RINGS = [(3, "balanced"), (1, None), (4, "zigzag"), (1, "zigzag"), (2, "zigzag"), (2, "striped"), (4, "contiguous")]
 
 

@@ -36,8 +36,7 @@ def plan_of(layout: Any, ranks: int) -> GlobalPlan:
 def test_each_rank_computes_whole_tiles_that_hold_all_its_tokens(layout, ranks):
     plan = plan_of(layout, ranks)
     own = plan.own_queries
-    assert own is not None
-    assert own.slot % TILE == 0
+    assert own is not None and own.slot % TILE == 0
     for rank, runs in enumerate(own.runs):
         held = np.zeros(LENGTH, bool)
         for number, (base, n, start, stride) in enumerate(runs):

@@ -162,8 +162,7 @@ def test_a_damaged_or_foreign_checkpoint_is_named_and_changes_nothing(tmp_path):
         assert_equal(arrays(model, optimizer), before)
     (tmp_path / "step_2").rename(tmp_path / "put_aside")
     progress = Checkpoints(tmp_path).resume(model, optimizer)
-    assert progress is not None
-    assert progress.step == 1
+    assert progress is not None and progress.step == 1
 
 
 def test_shards_are_resumed_on_another_mesh(tmp_path):

@@ -132,14 +132,6 @@ def token_data() -> Arrays:
     return dict(zip(("ids", "labels"), token_ids(), strict=True))
 
 
-def layer_pair() -> tuple[np.ndarray, np.ndarray]:
-    """Return x, and x with another token in the MIDDLE."""
-    x, _ = layer_data()
-    other = x.copy()
-    other[:, MIDDLE] += 1
-    return x, other
-
-
 def token_pair() -> tuple[np.ndarray, np.ndarray]:
     """Return ids, and ids with another token in the MIDDLE."""
     ids, _ = token_ids()

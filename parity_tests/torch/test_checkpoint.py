@@ -127,8 +127,7 @@ def test_a_damaged_or_foreign_checkpoint_is_named_and_changes_nothing(tmp_path):
         damaged.unlink()
     newest.rmdir()
     progress = Checkpoints(tmp_path).resume(model, optimizer)
-    assert progress is not None
-    assert progress.step == 1
+    assert progress is not None and progress.step == 1
 
 
 KILLED = """

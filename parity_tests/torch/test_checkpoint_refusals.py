@@ -134,8 +134,7 @@ def test_a_read_that_fails_at_its_end_changes_no_bit(tmp_path):
 def test_a_checkpoint_of_an_earlier_version_without_digests_is_resumed(tmp_path):
     change(saved(tmp_path), {"files": None})
     progress = Checkpoints(tmp_path).resume(*made(1))
-    assert progress is not None
-    assert progress.step == 2
+    assert progress is not None and progress.step == 2
 
 
 def test_the_error_of_the_lowest_failed_rank_is_quoted():

@@ -64,27 +64,6 @@ def compiled_on_rank(group: Group) -> bool:
     return torch.equal(*gradients)
 
 
-@pytest.mark.parametrize(
-    ("call", "arguments", "message"),
-    [
-        (gather, (torch.ones(3),), r"x must be this rank's shard \[batch, tokens, ...\], got shape \[3\]"),
-        (gather, ([1.0],), "x must be a torch.Tensor, got list"),
-        (gather, (torch.ones(1, 5),), "x holds 5 tokens, and of length=5 over 1 ranks in zigzag a shard has 6"),
-        (gather_token, (torch.ones(1, 6), 6), "position must be an int from -6 to 5, or integers"),
-        (gather_token, (torch.ones(1, 6), 0.5), "position must be an int from -6 to 5, .*, got 0.5"),
-        (gather_token, (torch.ones(1, 6), torch.ones(1)), r"position must be integers \[1\], .*, got torch.float32 \[1\]"),
-        (gather_token, (torch.ones(2, 6), torch.ones(1, dtype=torch.long)), r"position must be integers \[2\]"),
-    ],
-)
-def test_what_is_no_shard_is_refused(call, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        call(*arguments)
-    with pytest.raises(ValueError, match="unknown layout 'spiral'"):
-        call(torch.ones(1, 6), layout="spiral")
-    with pytest.raises(ValueError, match="length is the true global number"):
-        call(torch.ones(1, 6), length=5.5)
-
-
 def test_shards_that_differ_are_refused_on_every_rank(gloo):
     gloo.refuse(r"disagree on x_shape: \[2, 4\] on rank 0, \[2, 6\] on rank 1", 2, uneven_on_rank, PerRank(4, 6))
 

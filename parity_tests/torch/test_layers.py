@@ -8,23 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from ring_attn_core import Band, causal, full
-from ring_attn_torch import RingAttention, RingTransformer, from_numpy, loss, sum_gradients, to_layout
+from ring_attn_torch import RingAttention, RingTransformer, loss, sum_gradients
 
 from ..support.models import (
     EVERYTHING,
     LAYER,
-    LENGTH,
-    MIDDLE,
-    TRANSFORMER,
     VOCAB,
     layer_data,
-    layer_pair,
     token_ids,
-    token_pair,
-    transformer_weights,
 )
-from .models import Group, whole
+from .models import Group
 
 
 def test_loss_of_bfloat16_logits_is_float32_and_a_label_outside_the_vocabulary_raises():
@@ -50,32 +43,8 @@ def summed_on_rank(group: Group) -> tuple[np.ndarray, np.ndarray]:
     module.weight.grad = torch.full_like(module.weight, rank)
     module.bias.grad = torch.full_like(module.bias, rank) if rank == 2 else None
     sum_gradients(module, group)
-    assert module.bias.grad is not None
-    assert module.bias.grad.dtype == torch.bfloat16
+    assert module.bias.grad is not None and module.bias.grad.dtype == torch.bfloat16
     return module.weight.grad.numpy(), module.bias.grad.float().numpy()
-
-
-@pytest.mark.parametrize(
-    ("mask", "sides", "windows"), [(causal(), (0, 1), (3, 7)), (full(), (1, 1), (5, 0)), (full(), (1, 1), (2, None))]
-)
-def test_a_token_reaches_as_far_as_the_windows_of_the_layers(gloo, mask, sides, windows):
-    before, after = sides
-    limits = [LENGTH if window is None else window for window in windows]
-    for results in gloo(4, reached_on_rank, mask, windows):
-        for reached, limit in zip(results, [*limits, sum(limits)], strict=True):
-            first, last = max(MIDDLE - before * limit, 0), min(MIDDLE + after * limit, LENGTH - 1)
-            np.testing.assert_array_equal(reached, np.arange(first, last + 1))
-
-
-def reached_on_rank(group: Group, mask: Band, windows: tuple[int | None, ...]) -> list[np.ndarray]:
-    """Whom the token in the MIDDLE changes: in the attention of every layer by itself, and in the logits."""
-    model = from_numpy(RingTransformer(**TRANSFORMER, mask=mask, windows=windows, group=group), transformer_weights())
-    mine = lambda array: to_layout(torch.from_numpy(array), "zigzag", 4).chunk(4, 1)[torch.distributed.get_rank(group)]
-    reached = []
-    for module, (array, other) in [*((block.attention, layer_pair()) for block in model.blocks), (model, token_pair())]:
-        results = [whole(module(mine(x), length=LENGTH), "zigzag", group) for x in (array, other)]
-        reached.append(np.flatnonzero((results[0] != results[1]).any((0, 2))))
-    return reached
 
 
 def test_a_call_without_a_seed_is_evaluation():

@@ -9,36 +9,12 @@ import pytest
 import torch
 
 from ring_attn_core.data.balanced_trees import balanced_tree_layout
-from ring_attn_torch import gather, gather_token, pack_rollouts, to_layout, tree_extents, unpack_rollouts
+from ring_attn_torch import gather, gather_token, pack_rollouts, to_layout, unpack_rollouts
 
 from ..support.rollouts import Policy, policy
 from ..support.selection import first
 from ..support.spawn import PerRank
 from .models import Group, rank_in
-
-
-def test_arrays_are_tensors_of_the_dtypes_of_a_shard():
-    key_extents, positions = tree_extents([-1, 0, 0], [2, 1, 3])
-    assert key_extents.dtype == positions.dtype == torch.int32
-    assert key_extents.shape == (1, 6, 2)
-    packed = pack_rollouts([torch.tensor([1, 2, 3]), [1, 2, 4]], weights=[*torch.tensor([0.5, 2]).bfloat16()])
-    assert packed.ids.dtype == packed.labels.dtype == packed.predictors.dtype == torch.int64
-    assert (packed.label_weights.dtype, packed.positions.dtype) == (torch.float32, torch.int32)
-    assert packed.label_weights.tolist() == [[2.5, 0.5, 0, 2, 0]]
-    assert torch.equal(tree_extents(*packed.tree).positions, packed.positions)
-
-
-def test_whole_values_come_back_per_rollout_and_gradients_add_in_float32():
-    rollouts = [[1, 2, 3 + i] for i in range(300)]
-    packed = pack_rollouts(rollouts)
-    for i, tokens in enumerate(unpack_rollouts(packed.ids, packed)):
-        assert tokens.tolist() == rollouts[i][:-1]
-    values = torch.ones(packed.ids.shape, dtype=torch.bfloat16, requires_grad=True)
-    torch.cat(unpack_rollouts(values, packed)).sum().backward()
-    assert values.grad is not None
-    assert values.grad[0, 0] == 300  # a sum of ones in bfloat16 ends at 256
-    for features in (4, 0):
-        assert unpack_rollouts(packed.ids[..., None].expand(-1, -1, features), packed)[7].shape == (2, features)
 
 
 @pytest.mark.parametrize("balanced", [False, True])
