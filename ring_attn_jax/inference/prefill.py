@@ -19,6 +19,7 @@ from ..block import block_state
 from ..call.autograd import OpInputs, round_the_ring
 from ..call.decide import compile_call
 from ..call.prepare import Arrays, problem_of
+from ..ring.transfer import to_ranks
 from .cache import KVCache
 from .global_order import in_global_order
 from .scales import restored
@@ -115,7 +116,7 @@ def _over_cached(q: jax.Array, cache: KVCache, layer: int, step: DecodeStep, opt
     runs = Run(0, queries.shape[1]), Run(0, k.shape[1])
     out, *of_lse = block_state(queries, k, v, Arrays(extents), of_block, runs).arrays
     packed = jnp.concatenate([out, jnp.stack(of_lse, -1)], -1).reshape(batch, ranks, local, heads, -1).swapaxes(0, 1)
-    mine = lax.all_to_all(packed, axis, 0, 0, tiled=True)
+    mine = to_ranks(packed, axis)
     width = out.shape[-1]
     return _merged(State(mine[..., :width], *(mine[..., width + i] for i in range(len(of_lse)))))
 

@@ -20,6 +20,7 @@ from ring_attn_core.plan.run_order import RunOrder, splits_heads
 
 from ..axes import vary_alike
 from .halo import of_rank, take
+from .transfer import to_ranks
 
 EXACT = lax.Precision.HIGHEST
 """The precision of float32 products on any GPU: a fold of 16 maps in tf32 is wrong by 8e-4."""
@@ -114,12 +115,12 @@ def _spread(x: jax.Array, axis_name: str, split: bool) -> jax.Array:
     ranks = lax.axis_size(axis_name)
     padded = jnp.pad(x, [(0, -x.shape[d] % ranks if d == 2 else 0) for d in range(x.ndim)])
     parts = padded.reshape(*x.shape[:2], ranks, -1, *x.shape[3:])
-    return lax.all_to_all(jnp.moveaxis(parts, 2, 0), axis_name, 0, 0)
+    return to_ranks(jnp.moveaxis(parts, 2, 0), axis_name)
 
 
 def _collect(x: jax.Array, axis_name: str, split: bool, heads: int) -> jax.Array:
     """Return what each rank gets of [ranks, batch, n, heads, ...], the inverse of ``_spread``: [batch, n, heads, ...]."""
     if not split:
         return x[lax.axis_index(axis_name)]
-    parts = jnp.moveaxis(lax.all_to_all(x, axis_name, 0, 0), 0, 2)
+    parts = jnp.moveaxis(to_ranks(x, axis_name), 0, 2)
     return parts.reshape(*parts.shape[:2], -1, *parts.shape[4:])[:, :, :heads]

@@ -37,6 +37,11 @@ def exchange(x: jax.Array, split: int, join: int, axis: str, groups: Groups) -> 
     return _mapped(call, lambda x: exchange(x, split + 1, join + 1, axis, groups), x, groups)
 
 
+def to_ranks(x: jax.Array, axis: str) -> jax.Array:
+    """Send ``x[r]`` to rank r, and stack what all ranks send. Flat, since XLA of jax 0.12 may give slices unlike layouts."""
+    return lax.all_to_all(x.reshape(-1), axis, 0, 0, tiled=True).reshape(x.shape)
+
+
 def all_gather(x: jax.Array, axis: str, groups: Groups = None, stack: int = 0) -> jax.Array:
     """Gather ``x`` from all ranks of the group by all-gather, and stack it in rank order on the new dimension ``stack``."""
     # not lax.all_gather's own stack, which jax.export cannot lower for a symbolic batch
