@@ -55,7 +55,7 @@ def removed(lengths: Any, keep: Any, owners: Any, slots: Any, ranks: Any) -> Any
     last = lengths[:, None] - 1
     position = last - (last - slots[None]) % len(slots)  # the newest position recorded in that entry
     gone = (position >= keep[:, None]) & (position >= 0)
-    return (gone[..., None] & (owners[..., None] == ranks)).sum(1, dtype=lengths.dtype)
+    return (gone[..., None] & (owners[..., None] == ranks[None, None])).sum(1, dtype=lengths.dtype)
 
 
 def positions(layout: str, ranks: int, local: int) -> list[list[int]]:
