@@ -95,3 +95,21 @@ def hybrid_trained(group: Any, steps: int, folder: str) -> Result:
     """Train in float64: of one document in float32 a decay's gradient has three digits."""
     with in_float64(), patch.object(hugging_face_training, "make", lambda name, *_: make(name)):
         return trained(Run(steps, folder, model="qwen3_5"), group, hf.RingTrainer)
+
+
+def test_checkpoints_whose_weights_have_other_names_resume_and_give_the_best_model(tmp_path: Path):
+    """transformers saves Nemotron-H under the Hub's names, and its own Trainer then loads no weight of such a checkpoint."""
+    saving = (("save_strategy", "steps"), ("save_steps", 1))
+    best = (("eval_strategy", "steps"), ("eval_steps", 1), ("load_best_model_at_end", True), ("greater_is_better", True))
+    first, folder = str(tmp_path / "first"), str(tmp_path / "killed")
+    with in_float64(), patch.object(hugging_face_training, "make", lambda name, *_: make(name)):
+        runs = [
+            Run(1, first),
+            Run(2, first),
+            Run(2, folder, settings=saving, killed_after=1),
+            Run(2, folder, settings=saving, resumed=True),
+            Run(2, str(tmp_path / "best"), settings=saving + best),  # by the highest loss: that of the first step
+        ]
+        one, two, _, resumed, chosen = (trained(run._replace(model="nemotron_h"), None, hf.RingTrainer) for run in runs)
+    near(resumed, two)
+    near(chosen._replace(logs=one.logs, gradients=one.gradients), one)

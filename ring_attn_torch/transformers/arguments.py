@@ -43,12 +43,10 @@ PAD_LEFT = "input_ids, attention_mask = (x.gather(1, attention_mask.argsort(stab
 
 REFUSED_IN_TRAINING = {
     "n_gpu": "one process would drive several GPUs: start one a GPU, with torchrun",
-    "average_tokens_across_devices": "every rank has a part of a row's labels, which only all of them count rightly: leave it "
-    "True",
+    "average_tokens_across_devices": "every rank has a part of a row's labels, and only all of them count rightly: leave it True",
     "label_smoothing_factor": "its loss is made of whole logits: leave it 0",
     "neftune_noise_alpha": "its noise depends on the length of a row, of which every rank has a part: leave it out",
-    "torch_compile": "it would compile the call that shards whole rows: leave it False, or torch.compile(model) and a loop of "
-    "your own",
+    "torch_compile": "it would compile the call that shards whole rows: leave it False, or compile in a loop of your own",
     "use_liger_kernel": "its loss is made in the model: leave it False, and pass loss_chunk",
     "deepspeed": "its engine divides gradients in its own way: use DDP or fsdp, version 2",
     "train_sampling_strategy": '"batch_rebalance" deals rows to ranks, not to rings: choose another',

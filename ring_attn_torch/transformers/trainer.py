@@ -1,8 +1,7 @@
 """RingTrainer, a transformers Trainer that shards every row of a batch over the ranks of a ring. Trainers of trl can do so too.
 
-accelerate sees a device mesh in which the ranks of a ring are one axis, so it deals rows to rings, not to ranks. Context
-parallelism by accelerate itself would shard the rows again, so ``RingTraining`` switches it off, and ``AccelerateHooks`` in
-attention.py removes its hooks.
+accelerate sees a device mesh in which the ranks of a ring are one axis, so it deals rows to rings, not to ranks. Its own context
+parallelism would shard the rows again, so it is switched off, and ``AccelerateHooks`` in attention.py removes its hooks.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -48,20 +48,18 @@ class RingTraining(Base):
     Put it before the Trainer, as in ``class Mine(RingTraining, SFTTrainer): pass``.
 
     The arguments are the Trainer's, and ``group``, ``layout``, ``loss_chunk``, ``strategy`` and ``order`` of
-    :func:`sequence_parallel`. Without ``group`` the ring is the cp axis of ``TrainingArguments(parallelism_config=...)``. Without
-    a cp axis, it is the ring of ``enable``, else all ranks. If a ring has only some of the ranks, they must be consecutive, and
-    all rings equally large. Each ring then gets its own rows, like a data parallel rank.
+    :func:`sequence_parallel`. Without ``group`` the ring is the cp axis of ``TrainingArguments(parallelism_config=...)``, else
+    the ring of ``enable``, else all ranks. Smaller rings are equally large, of consecutive ranks, and have their own rows.
 
-    Datasets, samplers, workers, accumulation, clipping, logs, checkpoints and resuming are the Trainer's own. All ranks of a ring
-    get the same rows, as many as the batch size per device. Losses, gradients and the gradient norm are those of a Trainer with
-    one data parallel process in place of each ring: the loss is divided by the number of labels of all rings and all accumulated
-    batches. DDP and FSDP average gradients over the ranks, so the gradient of the model's own loss is multiplied by the ring's
-    number of ranks. A penalty that ``compute_loss`` adds to this loss is not multiplied, so it counts once. On every rank,
+    Datasets, samplers, workers, accumulation, clipping, logs and checkpoints are the Trainer's own. All ranks of a ring get the
+    same rows, as many as the batch size per device. Losses, gradients and the gradient norm are those of a Trainer with one data
+    parallel process in place of each ring. DDP and FSDP average gradients over the ranks, so the gradient of the model's own loss
+    is multiplied by the ring's number of ranks; a penalty that ``compute_loss`` adds is not, so it counts once. On every rank,
     ``predict`` returns and ``compute_metrics`` gets global logits and labels in natural order. trl's SFTTrainer trains with the
     model's plain loss, and omits its metrics of entropy and accuracy, because these need logits.
 
-    Raise ValueError, naming the argument, if an argument is not supported. Raise it also if ranks hold different weights of the
-    reference model or of the evaluated model, or if the bases of a new class name a Trainer before RingTraining.
+    Raise ValueError, naming the argument, if one is not supported. Raise it also if ranks hold different weights of the reference
+    model or of the evaluated model, or if the bases of a new class name a Trainer before RingTraining.
     """
 
     ring: CallRing
@@ -81,7 +79,7 @@ class RingTraining(Base):
         **kwargs: Any,
     ) -> None:
         self._ring_settings, self._loss_chunk = (group, layout, strategy, order), loss_chunk
-        self._inside = self._in_loss = False
+        self._inside = self._in_loss = self._renamed = False
         super().__init__(*args, **kwargs)
         check_trainer(self)
         self._tp_size = self.ring.ranks  # trl counts the tokens of a row on every rank, and divides the sum by this
@@ -114,8 +112,7 @@ class RingTraining(Base):
             accelerator._prepare_device_mesh = lambda: mesh  # accelerate distributes rows by this mesh
 
     def _models(self) -> list[nn.Module]:
-        reference = getattr(self, "ref_model", None)
-        return [self.model] if reference is None else [self.model, reference]
+        return [model for model in (self.model, getattr(self, "ref_model", None)) if model is not None]
 
     def _compare_ranks(self, model: nn.Module, prefix: str = "", **words: str) -> None:
         check_weights(model, self.ring._replace(group=ring_of(None)), prefix, "all ranks", **words)
@@ -139,6 +136,21 @@ class RingTraining(Base):
                 vars(module).pop("_is_accelerate_prepared", None)
         with self._on_the_ring():
             return super().train(*args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load a checkpoint. If names in it are not the model's, use ``from_pretrained``: the Trainer leaves such weights out."""
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self._renamed:
+            dtype = torch.promote_types(self.model.dtype, torch.float32)
+            self.model.load_state_dict(type(self.model).from_pretrained(resume_from_checkpoint, dtype=dtype).state_dict())
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        self._renamed = bool(load_result.unexpected_keys)
+        if not self._renamed:
+            super()._issue_warnings_after_load(load_result)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's evaluation or prediction inside ``sequence_parallel``, and count each row once."""
@@ -178,15 +190,13 @@ class RingTraining(Base):
         return getattr(Trainer if of_trl(owner) and owner.__name__ == "SFTTrainer" else owner, name).__get__(self)
 
     def get_tp_size(self) -> int:
-        """Return the tensor parallel size, multiplied by the ring's number of ranks during ``compute_loss``. The Trainer
-        multiplies the loss by its number of processes divided by this size, and so counts a ring as one process."""
+        """Return the tensor parallel size, in ``compute_loss`` times the ring's ranks: so the Trainer counts a ring once."""
         return super().get_tp_size() * (self.ring.ranks if self._in_loss else 1)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """Return the loss and, unless ``prediction_loss_only``, global logits and labels. ``ignore_keys``: outputs to leave out.
-        Default: the config's ``keys_to_ignore_at_inference``, aux_loss and router_logits."""
+        """Return the loss and, unless ``prediction_loss_only``, global logits and labels. ``ignore_keys``: outputs left out."""
         if ignore_keys is None:
             ignore_keys = [*getattr(self.model.config, "keys_to_ignore_at_inference", ()), "aux_loss", "router_logits"]
         with nullcontext() if prediction_loss_only else HOOKS[hugging_face_model(self.model)].gathering():
@@ -281,9 +291,7 @@ def check_group(ring: CallRing, config: Any) -> None:
         raise ValueError(f"parallelism_config has no cp axis for the ring of {ranks} ranks: pass cp_size={ranks} in it")
     if ring.group is None or ranks == 1:
         return
-    members = dist.get_process_group_ranks(ring.group)
-    world = dist.get_world_size()
-    first = dist.get_rank() // ranks * ranks
+    members, world, first = dist.get_process_group_ranks(ring.group), dist.get_world_size(), dist.get_rank() // ranks * ranks
     if world % ranks or members != list(range(first, first + ranks)):
         raise ValueError(
             f"the ring of rank {dist.get_rank()} is ranks {members} of {world}: a Trainer's rings are of consecutive ranks, as "
