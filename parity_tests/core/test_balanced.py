@@ -154,7 +154,7 @@ def test_the_cost_of_a_pair_is_what_is_balanced():
     assert max(pairs) * 4 / sum(pairs) > 1.5
 
 
-def testrows_of_a_batch_are_balanced_together():
+def test_rows_of_a_batch_are_balanced_together():
     rows = [packed_lengths(0, 16384), packed_lengths(1, 16384), [16384]]
     packed, layout = PackedDocuments.of(rows), balanced_layout(rows, 8)
     pairs = [work_of(packed, layout.held(rank)).pairs for rank in range(8)]
