@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, float32, nn, promote_types
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import Trainer, TrainerCallback
 
@@ -141,11 +140,13 @@ class RingTraining(Base):
         """Load a checkpoint. If names in it are not the model's, use ``from_pretrained``: the Trainer leaves such weights out."""
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if self._renamed:
-            dtype = torch.promote_types(self.model.dtype, torch.float32)
+            dtype = promote_types(self.model.dtype, float32)
             self.model.load_state_dict(type(self.model).from_pretrained(resume_from_checkpoint, dtype=dtype).state_dict())
 
     def _load_best_model(self) -> None:
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
+        super()._load_best_model()
+        if self._renamed:
+            self._load_from_checkpoint(self.state.best_model_checkpoint)  # type: ignore[arg-type]
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         self._renamed = bool(load_result.unexpected_keys)
