@@ -41,7 +41,8 @@ def weights() -> Arrays:
 
 
 def torch_model(group: Any, values: Arrays | None) -> Any:
-    model = ring_attn_torch.RingTransformer(**SIZES | {"param_dtype": torch.float64}, group=group)
+    sizes: dict[str, Any] = SIZES | {"param_dtype": torch.float64}
+    model = ring_attn_torch.RingTransformer(**sizes, group=group)
     if values is not None:
         ring_attn_torch.from_numpy(model, values)
     return model

@@ -38,7 +38,7 @@ def test_shards_are_those_of_shard_batch_in_both(layout: str, ranks: int, option
             assert ours.key_mask is theirs.key_mask is None
             expected = torch_package.shard_batch(ids, layout, ranks, rank, documents=of, **given)
             corpus.assert_same(theirs, expected)
-            assert [x.dtype for x in theirs[:4]] == [x.dtype for x in expected[:4]]
+            assert [x.dtype for x in theirs[:4]] == [x.dtype for x in expected[:4]]  # type: ignore
             assert {str(x.dtype) for x in ours[:4]} == {"int32"}
 
 

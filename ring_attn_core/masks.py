@@ -64,8 +64,8 @@ def check_mask(mask: Any) -> None:
         return
     if isinstance(mask, tuple | list) and len(mask) == 2 and all(map(is_integer, mask)):
         got, hint = str(tuple(mask)), "a window (before, after) is sliding_window(before, after)"
-    elif any(mask is make for make in MASKS.values()):
-        got, hint = f"the function {mask.__name__}", f"call it, mask={mask.__name__}(...)"
+    elif name := next((name for name, make in MASKS.items() if mask is make), None):
+        got, hint = f"the function {name}", f"call it, mask={name}(...)"
     elif mask is None or (isinstance(mask, str) and mask in MASKS):
         got, hint = in_words(mask), "pass mask=causal(), or mask=full() for all keys"
     else:

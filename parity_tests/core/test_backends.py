@@ -110,7 +110,7 @@ def test_a_backward_that_is_slower_than_the_portable_one_is_left_to_it(monkeypat
 @pytest.mark.parametrize("gone", first(["jit", "copy_tile"]))
 def test_a_triton_whose_names_have_changed_is_one_sentence_and_auto_goes_on(monkeypatch, tmp_path, gone):
     """As if async_load, or gluon.jit, were called something else in the next release, of which the cache has no kernel."""
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))  # type: ignore
     kernels = [name for name in sys.modules if name.startswith("ring_attn_core.kernels.hopper.")]
     for name in kernels:
         if not name.endswith(("launches", "supports")):
@@ -153,7 +153,7 @@ def test_a_cache_that_cannot_be_written_is_named_once_and_kernels_are_taken(monk
     if backend == "triton":
         with_tiles(TileConfig(64, 32, 4, 1))  # compiled in a second
     (tmp_path / "file").write_text("no folder")
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "file" / "cache"))  # type: ignore
     monkeypatch.setattr(compile, "_made", {})
     compile._find_cache.cache_clear()
     with pytest.warns(UserWarning, match="Triton cannot write its cache, .*file/cache .*TRITON_CACHE_DIR") as said:

@@ -103,11 +103,11 @@ def test_an_assembler_that_fails_is_quoted_without_the_names_of_its_files():
 
 @pytest.mark.exhaustive
 def test_a_cache_without_room_is_left_for_a_folder_of_the_process(monkeypatch, tmp_path):
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "full"))
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "full"))  # type: ignore
     really = triton.compile
 
     def full(source: Any, **given: Any) -> Any:
-        if triton.knobs.cache.dir == str(tmp_path / "full"):
+        if triton.knobs.cache.dir == str(tmp_path / "full"):  # type: ignore
             raise OSError(errno.ENOSPC, "No space left on device")
         return really(source, **given)
 
@@ -138,7 +138,7 @@ def test_others_kernels_are_compiled_as_ever_while_ours_are():
     answers = []
 
     def elsewhere() -> None:
-        hook = triton.knobs.runtime.add_stages_inspection_hook
+        hook = triton.knobs.runtime.add_stages_inspection_hook  # type: ignore
         answers.extend([hook(), hook(None, stages, None, None, 90)])
 
     with changed_for_products((3, 9)):

@@ -71,7 +71,7 @@ def test_a_mistake_is_one_sentence(arguments, message):
 
 
 def test_check_compiles_nothing_and_tells_by_its_status(monkeypatch, tmp_path):
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))  # type: ignore
     monkeypatch.setattr("ring_attn_core.kernels.compile._made", {})
     done = run("--check", "--ranks", "2", "--features", "extents,softcap")
     assert (done.exit_code, done.output.split(" kernels")[0].split()[0]) == (1, "0")
@@ -80,7 +80,7 @@ def test_check_compiles_nothing_and_tells_by_its_status(monkeypatch, tmp_path):
 
 @pytest.mark.exhaustive
 def test_the_kernels_are_in_the_cache_afterwards(monkeypatch, tmp_path):
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "cache"))
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "cache"))  # type: ignore
     monkeypatch.setattr("ring_attn_core.kernels.compile._made", {})
     arguments = ["--gpu", "sm_80", "--head-dim", "64", "--json", str(tmp_path / "report.json")]
     done = run(*arguments)

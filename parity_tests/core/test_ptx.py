@@ -84,8 +84,8 @@ def test_doing_it_again_changes_nothing():
 def test_triton_is_asked_to_do_so_for_as_long_as_somebody_compiles(monkeypatch):
     """In any thread, and what it was asked before goes on."""
     asked = []
-    monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", lambda *of: asked.append(of) or ("key", "hash"))
-    hook = lambda: triton.knobs.runtime.add_stages_inspection_hook
+    monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", lambda *of: asked.append(of) or ("key", "hash"))  # type: ignore
+    hook = lambda: triton.knobs.runtime.add_stages_inspection_hook  # type: ignore
     before = hook()
     with changed_for_products((3, 7)):
         assert hook() is before
@@ -109,5 +109,5 @@ def test_an_assembler_that_is_not_there_is_none(monkeypatch):
             raise RuntimeError("Cannot find ptxas")
 
     assert re.fullmatch(r"\d+\.\d+", ptx.older_assembler() or "")
-    monkeypatch.setattr(triton.knobs, "nvidia", Nothing())
+    monkeypatch.setattr(triton.knobs, "nvidia", Nothing())  # type: ignore
     assert ptx.older_assembler() is None

@@ -27,13 +27,15 @@ LAUNCHES = [portable.delta(replace(PLAIN, head_dim=width, v_dim=width), "bfloat1
 def compilations(monkeypatch, tmp_path):
     """An empty cache and process memory; the list of kernels that this process itself compiles."""
     found = []
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "cache"))
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "cache"))  # type: ignore
     monkeypatch.setattr(compile, "_made", {})
     monkeypatch.setattr(compile, "_begun", set())
     monkeypatch.setattr(compile, "_left", [])
     compile._find_cache.cache_clear()
     monkeypatch.setattr(
-        triton.knobs.compilation, "listener", lambda src, cache_hit, **_: None if cache_hit else found.append(src.fn.__name__)
+        triton.knobs.compilation,
+        "listener",
+        lambda src, cache_hit, **_: None if cache_hit else found.append(src.fn.__name__),  # type: ignore
     )
     yield found
     compile._find_cache.cache_clear()
@@ -130,7 +132,7 @@ def test_a_shipped_kernel_is_used_without_triton_and_one_of_other_sources_or_dam
     shipped.save(LAUNCHES[1].specialization(90), "other sources", made)
     compile._made.clear()
     compilations.clear()
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "empty"))
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "empty"))  # type: ignore
     assert compile.is_cached(LAUNCHES[0], 90)
     assert not compile.is_cached(LAUNCHES[1], 90)
     found = compile.compiled(LAUNCHES[0], 90)

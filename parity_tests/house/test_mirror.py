@@ -107,9 +107,9 @@ def test_files_are_the_same():
 def test_every_exception_is_one():
     for ours, theirs, names in ((jax_package, torch_package, ONLY_IN_JAX), (torch_package, jax_package, ONLY_IN_TORCH)):
         for name in names:
-            folder = Path(theirs.__file__).parent
+            folder = Path(theirs.__file__).parent  # type: ignore
             assert not hasattr(theirs, name) if not name.endswith(".py") else not (folder / name).exists()
-            assert hasattr(ours, name) if not name.endswith(".py") else (Path(ours.__file__).parent / name).exists()
+            assert hasattr(ours, name) if not name.endswith(".py") else (Path(ours.__file__).parent / name).exists()  # type: ignore
 
 
 @pytest.mark.parametrize("name", sorted(set(jax_package.__all__) & set(torch_package.__all__)))
@@ -136,7 +136,7 @@ def parameters(function) -> list[tuple[str, object, str]]:
 
 
 def test_the_loop_is_the_same_text():
-    ours, theirs = ((Path(p.__file__).parent / "ring" / "loop.py").read_text() for p in (jax_package, torch_package))
+    ours, theirs = ((Path(p.__file__).parent / "ring" / "loop.py").read_text() for p in (jax_package, torch_package))  # type: ignore
     assert renamed(ours) == renamed(theirs)
 
 
@@ -146,7 +146,7 @@ def renamed(text: str) -> str:
 
 def test_decisions_and_their_compilation_are_the_same_text():
     """Except for the name of a ring, the traced positions of JAX, and the cache of PyTorch, which decides at every call."""
-    ours, theirs = ((Path(p.__file__).parent / "call" / "decide.py").read_text() for p in (jax_package, torch_package))
+    ours, theirs = ((Path(p.__file__).parent / "call" / "decide.py").read_text() for p in (jax_package, torch_package))  # type: ignore
     ours = ours.replace("axis_name: str", "group: Group").replace("axis_name", "group").replace(", arrays.positions)", ")")
     theirs = theirs.replace("@lru_cache(maxsize=MOST_KNOWN)\n", "")
     shared = lambda text: text[text.index("class Decision") : text.index("def _backend")]

@@ -149,7 +149,7 @@ def test_a_damaged_or_foreign_checkpoint_is_named_and_changes_nothing(tmp_path):
     with pytest.raises(ValueError, match=r"model\.kernel is missing"):
         Checkpoints(tmp_path).resume(nnx.Linear(8, 4, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"optimizer must be an nnx module, got .*nnx\.Variable\(x\).*nnx\.Optimizer"):
-        Checkpoints(tmp_path).resume(model, optax.adamw(1e-2))
+        Checkpoints(tmp_path).resume(model, optax.adamw(1e-2))  # type: ignore
     for damage, message in (
         (lambda x: x[:-1] + bytes([x[-1] ^ 1]), "is damaged, its SHA-256 is not that of the file"),
         (lambda x: x[:-5], "is truncated or damaged, it had .*delete .*step_2 to"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,13 @@ class Holder(nnx.Module):
     def __init__(self, **variables: Any) -> None:
         for name, x in variables.items():
             setattr(self, name, x)
+
+    if TYPE_CHECKING:
+        map: Any
+        number: Any
+        w: Any
+        x: Any
+        y: Any
 
 
 def resumed(folder: Path, one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
@@ -170,7 +177,7 @@ def train_step(model: Any, optimizer: Any) -> None:
 @pytest.mark.parametrize("kind", first(["adamw", "sgd"]))
 @pytest.mark.parametrize("rate", [None, 0.037, 1, jnp.float16(0.5)], ids=["as it was", "float", "int", "float16"])
 def test_states_that_optax_has_promoted_are_resumed_to_the_bit(kind: str, rate: Any, tmp_path):
-    transformation = optax.inject_hyperparams(getattr(optax, kind), hyperparam_dtype=jnp.float32)(0.1)
+    transformation = optax.inject_hyperparams(getattr(optax, kind), hyperparam_dtype=jnp.dtype("float32"))(0.1)
     whole, other = half(0, transformation), half(5, transformation)
     train_step(*whole)
     if rate is not None:

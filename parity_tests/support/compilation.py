@@ -69,8 +69,8 @@ _advice: dict[bytes, str] = {}
 def compiled_with_advice(launch: Launch) -> Any:
     """Compile a launch for sm_90 and keep the messages of ptxas: on wide heads it takes as long as the rest of the compiler."""
     said = io.StringIO()
-    with triton.knobs.nvidia.scope(), redirect_stdout(said):
-        triton.knobs.nvidia.dump_ptxas_log = True
+    with triton.knobs.nvidia.scope(), redirect_stdout(said):  # type: ignore
+        triton.knobs.nvidia.dump_ptxas_log = True  # type: ignore
         kernel = compiled(launch, 90)
     if "registers" in said.getvalue():
         _advice[kernel.asm["cubin"]] = said.getvalue()
@@ -84,7 +84,7 @@ def advice(kernel) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx, tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         ptx.write(kernel.asm["ptx"])
         ptx.flush()
-        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", ptx.name, "-o", binary.name]
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", ptx.name, "-o", binary.name]  # type: ignore
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert "registers" in said
     return said

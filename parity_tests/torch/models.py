@@ -41,7 +41,7 @@ def layer_on_rank(group: Group, weights: Arrays, x: np.ndarray, dout: np.ndarray
     out = layer(length=LENGTH, **shards)
     out.backward(mine(dout))
     sum_gradients(layer, group)
-    named = {f"d{name}": whole(leaf.grad, layout, group, given[name].shape[1]) for name, leaf in leaves.items()}
+    named = {f"d{name}": whole(leaf.grad, layout, group, given[name].shape[1]) for name, leaf in leaves.items()}  # type: ignore
     return {"out": whole(out, layout, group), **named, **gradients(layer)}
 
 

@@ -144,8 +144,8 @@ class Lookahead(torch.optim.Optimizer):
 )
 def test_states_that_a_checkpoint_would_lose_are_refused_before_anything_is_written(kind: Any, words: str, tmp_path):
     model, _ = made()
-    optimizer = kind(model.parameters())
-    if not isinstance(optimizer, list):
+    optimizer: Any = kind(model.parameters())
+    if hasattr(optimizer, "step"):
         step(model, optimizer)
     with pytest.raises(ValueError, match=words):
         Checkpoints(tmp_path / "run").save(1, model, optimizer)

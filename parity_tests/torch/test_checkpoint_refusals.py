@@ -20,10 +20,10 @@ from ..support.spawn import PerRank
 pytest.importorskip("safetensors")
 
 
-def made(seed: int = 0, **settings: Any) -> tuple[Any, Any]:
+def made(seed: int = 0, lr: float = 0.1, **settings: Any) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     model = torch.nn.Linear(3, 2)
-    return model, torch.optim.AdamW(model.parameters(), **{"lr": 0.1} | settings)
+    return model, torch.optim.AdamW(model.parameters(), lr=lr, **settings)
 
 
 def step(model: Any, optimizer: Any) -> None:

@@ -67,7 +67,8 @@ def copied_on_rank(group: Group) -> bool:
 
 @pytest.mark.slow
 def test_a_transformer_and_its_loss_compile_as_one_graph():
-    model = RingTransformer(**EVERYTHING | {"layout": "contiguous"})
+    sizes: dict[str, Any] = EVERYTHING | {"layout": "contiguous"}
+    model = RingTransformer(**sizes)
     ids, labels = map(torch.from_numpy, token_ids())
     objective = lambda ids, labels, seed: loss(model(ids, dropout_seed=seed), labels)
     compiled = torch.compile(objective, fullgraph=True, backend="aot_eager")

@@ -13,10 +13,10 @@ from ring_attn_torch.training import optimizer_states as states
 pytest.importorskip("safetensors")
 
 
-def made(**settings: Any) -> tuple[Any, Any]:
+def made(lr: float = 0.1, **settings: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
-    return model, torch.optim.AdamW(model.parameters(), **{"lr": 0.1} | settings)
+    return model, torch.optim.AdamW(model.parameters(), lr=lr, **settings)
 
 
 def step(model: Any, optimizer: Any) -> None:

@@ -8,6 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("accelerate")  # first: below, a file of tests is imported, and what it lacks would be an error here
+pytest.importorskip("trl")
+
 import torch
 import torch.distributed as dist
 
@@ -16,10 +20,6 @@ import ring_attn_torch.transformers as hf
 from .hugging_face import VOCAB, make
 from .hugging_face_training import ON_CPUS, Gradients, Result, gradients_of, launched, logged, on_cpus, weights_of
 from .test_transformers_training import near
-
-pytest.importorskip("accelerate")
-pytest.importorskip("trl")
-
 
 pytestmark = pytest.mark.slow
 IDS = 3 + torch.arange(2 * 21).view(2, 21) % 40
