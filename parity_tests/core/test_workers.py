@@ -32,11 +32,8 @@ def compilations(monkeypatch, tmp_path):
     monkeypatch.setattr(compile, "_begun", set())
     monkeypatch.setattr(compile, "_left", [])
     compile._find_cache.cache_clear()
-    monkeypatch.setattr(
-        triton.knobs.compilation,
-        "listener",
-        lambda src, cache_hit, **_: None if cache_hit else found.append(src.fn.__name__),  # type: ignore
-    )
+    listen = lambda src, cache_hit, **_: None if cache_hit else found.append(src.fn.__name__)
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listen)  # type: ignore
     yield found
     compile._find_cache.cache_clear()
 
