@@ -37,6 +37,7 @@ from .call.signature import ring_attention
 from .ring.agreement import exchange, same_error
 
 NAME = "ring"
+"""The name of the attention backend."""
 
 HIDING = -9984.0
 """A key whose bias is at most this counts as masked: -10,000 rounded to bfloat16. Its probability is 0 in float32."""
