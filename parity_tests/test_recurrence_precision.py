@@ -67,8 +67,9 @@ def waited(group: Any, rule: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("rule", "documents"), [("gdn", True), ("kda", False)])
-def test_a_ring_of_kernels_that_compute_a_run_is_one_device(gloo, rule, documents):
-    for errors in gloo(3, by_kernels, rule, documents):
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_ring_of_kernels_that_compute_a_run_is_one_device(gloo, ranks, rule, documents):
+    for errors in gloo(ranks, by_kernels, rule, documents):
         assert max(errors) < 1e-13
 
 
@@ -103,6 +104,7 @@ def on_rank(group: Any, rule: str, documents: bool, compute: Any) -> list[float]
 def token_by_token(q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, initial_state: Any, output_final_state: bool) -> Any:
     """Compute what ``fla.ops.gated_delta_rule.chunk_gated_delta_rule`` does."""
     state, out = initial_state, []
+    state = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1]) if state is None else state
     for t in range(q.shape[1]):
         decay = g[:, t].exp()
         state = state * (decay[..., None] if decay.ndim == 3 else decay[..., None, None])

@@ -18,6 +18,7 @@ from ring_attn_core.reference.oracle import Attention
 from ring_attn_torch import ring_attention
 from ring_attn_torch.attend.blockwise import Blockwise
 from ring_attn_torch.ring.strategies import ring as strategy
+from ring_attn_torch.ring.transfer import send
 
 from ..support.cases import MASKS, Case, check
 from ..support.spawn import PerRank
@@ -121,3 +122,12 @@ def in_two_rings(world, case, as_mesh, *shards):
         return on_rank(ring, case, *shards)
     rings = [dist.new_group(ranks) for ranks in ([0, 1, 2, 3], [4, 5, 6, 7])]
     return on_rank(rings[dist.get_rank() // 4], case, *shards)
+
+
+def test_tensors_of_a_gpu_over_gloo_are_refused_on_every_rank(gloo):
+    gloo.refuse("served by gloo, which sends no tensor of a GPU", 2, to_a_gpu)
+
+
+def to_a_gpu(group):
+    with patch.object(dist, "get_backend_config", lambda *_: "cpu:gloo,meta:gloo"):
+        send((torch.zeros(3, device="meta"),), 1, group)

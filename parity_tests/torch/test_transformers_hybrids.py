@@ -115,14 +115,18 @@ Outcome = dict[str, np.ndarray]
 
 def outcome(model: nn.Module, loss: Any) -> Outcome:
     """Of a weight without a gradient nothing: an expert that no token of a process went to has 0 on others."""
-    gradients = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
-    return {"loss": loss.detach().numpy(), **gradients}
+    gradients = {name: p.grad.cpu().numpy() for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    return {"loss": loss.detach().cpu().numpy(), **gradients}
+
+
+def on_device(kind: str, device: str) -> dict[str, Any]:
+    return {name: x.to(device) for name, x in batch(kind).items()}
 
 
 @lru_cache(maxsize=64)
-def alone(name: str, kind: str) -> Outcome:
+def alone(name: str, kind: str, device: str = "cpu") -> Outcome:
     """Return what one process makes of a batch, of packed documents each by itself."""
-    model, given = make(name), batch(kind)
+    model, given = make(name).to(device), on_device(kind, device)
     given = {key: x for key, x in given.items() if not (name in ATTENDS_NOT and key == "position_ids")}
     labels = given.pop("labels")
     with in_float64():
@@ -139,23 +143,23 @@ def alone(name: str, kind: str) -> Outcome:
     return outcome(model, loss)
 
 
-def over_a_ring(group: Any, cases: list[Case]) -> list[Outcome]:
+def over_a_ring(group: Any, cases: list[Case], device: str = "cpu") -> list[Outcome]:
     torch.set_grad_enabled(True)
     outcomes = []
     for case in cases:
-        model = make(case.model)
+        model = make(case.model).to(device)
         if case.checkpointed:
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         with in_float64(), hf.sequence_parallel(model, group, case.layout):
-            output = model(**batch(case.kind))
+            output = model(**on_device(case.kind, device))
             output.loss.backward()
         sum_gradients(model, group)
         outcomes.append(outcome(model, output.loss))
     return outcomes
 
 
-def compare(got: Outcome, case: Case) -> None:
-    want = alone(case.model, case.kind)
+def compare(got: Outcome, case: Case, device: str = "cpu") -> None:
+    want = alone(case.model, case.kind, device)
     assert got.keys() == want.keys(), case
     errors = {name: relative_error(got[name], want[name]) for name in want}
     bound = lambda name: LOSS if name == "loss" else GRADIENT

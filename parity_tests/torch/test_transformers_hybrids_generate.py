@@ -38,37 +38,38 @@ def tokens() -> Tensor:
     return torch.randint(3, VOCAB, (2, sum(PIECES)), generator=torch.Generator().manual_seed(3))
 
 
-def alone(name: str) -> np.ndarray:
+def alone(name: str, device: str = "cpu") -> np.ndarray:
     """Return the logits of one process after each piece, of each row alone, without padding and cache."""
-    model, ends, rows = make(name).eval(), np.cumsum(PIECES), []
+    model, ends, rows = make(name).eval().to(device), np.cumsum(PIECES), []
     with torch.no_grad(), in_float64():
         for row, padded in enumerate((0, PADDED)):
-            logits = model(input_ids=tokens()[row : row + 1, padded:], use_cache=False).logits[0]
-            rows.append(logits[ends - 1 - padded].numpy())
+            logits = model(input_ids=tokens()[row : row + 1, padded:].to(device), use_cache=False).logits[0]
+            rows.append(logits[ends - 1 - padded].cpu().numpy())
     return np.stack(rows)
 
 
-def over_a_ring(group: Any, cases: list[Case]) -> list[np.ndarray]:
+def over_a_ring(group: Any, cases: list[Case], device: str = "cpu", strategy: str = "auto") -> list[np.ndarray]:
     """Return what the ring has after each piece; what a process of the pool runs."""
-    return [in_pieces(group, make(case.model).eval(), case.layout) for case in cases]
+    return [in_pieces(group, make(case.model).eval().to(device), case.layout, strategy) for case in cases]
 
 
-def in_pieces(group: Any, model: Any, layout: str) -> np.ndarray:
-    mask, found, end = torch.ones_like(tokens()), [], 0
+def in_pieces(group: Any, model: Any, layout: str, strategy: str) -> np.ndarray:
+    ids = tokens().to(model.device)
+    mask, found, end = torch.ones_like(ids), [], 0
     mask[1, :PADDED] = 0
     cache: dict[str, Any] = {}
-    with torch.no_grad(), in_float64(), hf.sequence_parallel(model, group, layout):
+    with torch.no_grad(), in_float64(), hf.sequence_parallel(model, group, layout, strategy=strategy):
         for n in PIECES:
             end += n
             given = {"attention_mask": mask[:, :end], "position_ids": (mask[:, :end].cumsum(1) - 1).clamp(min=0)[:, end - n :]}
-            output = model(tokens()[:, end - n : end], **given, use_cache=True, logits_to_keep=1, **cache)
+            output = model(ids[:, end - n : end], **given, use_cache=True, logits_to_keep=1, **cache)
             cache = {CACHE: output[CACHE]}
-            found.append(output.logits[:, -1].numpy())
+            found.append(output.logits[:, -1].cpu().numpy())
     return np.stack(found, 1)
 
 
-def check(got: np.ndarray, case: Case) -> None:
-    assert relative_error(got, alone(case.model)) < LOGITS, case
+def check(got: np.ndarray, case: Case, device: str = "cpu") -> None:
+    assert relative_error(got, alone(case.model, device)) < LOGITS, case
 
 
 FEW = [Case("qwen3_next"), Case("bamba", "contiguous"), Case("jamba")]

@@ -51,10 +51,11 @@ def run_of_fla(dtype: torch.dtype, arrays: list[Tensor], documents: Tensor | Non
     if documents is not None:
         begins = F.pad(documents.diff() != 0, (1, 0))
         g = torch.where(begins.view(*begins.shape, *[1] * (g.ndim - 2)), FORGETS, g)
-    more = k.shape[-1] * effect
-    state, values = first_state(v, k.shape[-1], v.shape[-1] + more), F.pad(v, (0, more))
-    arrays = [*(x.to(dtype).contiguous() for x in (q, k, values)), g.contiguous(), beta.contiguous(), state.contiguous()]
-    out, end = kernel(g.ndim)(*arrays[:5], scale=1.0, initial_state=arrays[5], output_final_state=True)
+    size = k.shape[-1]
+    values = F.pad(v, (0, size)) if effect else v
+    state = first_state(v, size, values.shape[-1]).contiguous() if effect else None
+    arrays = [*(x.to(dtype).contiguous() for x in (q, k, values)), g.contiguous(), beta.contiguous()]
+    out, end = kernel(g.ndim)(*arrays, scale=1.0, initial_state=state, output_final_state=True)
     return wide(out), end
 
 

@@ -92,8 +92,20 @@ def swap(sent: Arrays, arriving: Arrays, hop: int, group: Group, ranks: int | No
     to, from_ = first + (place + hop) % ranks, first + (place - hop) % ranks
     operations = [dist.P2POp(dist.isend, x, group=group, group_peer=to) for x in sent if x is not None]
     operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=from_) for x in arriving if x is not None]
-    start = lambda: dist.batch_isend_irecv(operations) if operations else ()
-    return Transfer(arriving, sent, lambda: _neighbours(to, from_, group), group, start)
+    return Transfer(arriving, sent, lambda: _neighbours(to, from_, group), group, lambda: _batch(operations, group))
+
+
+def _batch(operations: Sequence[dist.P2POp], group: Group) -> Iterable[Any]:
+    """Start the operations in one batch. Raise ValueError if gloo would have to send tensors of a GPU: it ends the process."""
+    if not operations:
+        return ()
+    device = operations[0].tensor.device.type
+    if device != "cpu" and f"{device}:gloo" in dist.get_backend_config(group).split(","):
+        raise ValueError(
+            "this group is served by gloo, which sends no tensor of a GPU from rank to rank: "
+            'call init_process_group("nccl"), or "cpu:gloo,cuda:nccl", and give each process a GPU of its own'
+        )
+    return dist.batch_isend_irecv([*operations])
 
 
 _connected: WeakSet[dist.ProcessGroup] = WeakSet()
@@ -120,8 +132,7 @@ def exchange(arrays: Arrays, first: int, group: Group) -> Transfer:
         else:
             operations += [dist.P2POp(dist.isend, x[i], group=group, group_peer=peer) for x, _ in pairs]
             operations += [dist.P2POp(dist.irecv, there[i], group=group, group_peer=peer) for _, there in pairs]
-    start = lambda: dist.batch_isend_irecv(operations) if operations else ()
-    return Transfer(arriving, sent, lambda: _others(ranks, group), group, start)
+    return Transfer(arriving, sent, lambda: _others(ranks, group), group, lambda: _batch(operations, group))
 
 
 def send_parts(sent: Arrays, counts: Sequence[int], arriving: Arrays, sizes: Sequence[int], group: Group) -> Transfer:
