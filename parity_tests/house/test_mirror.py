@@ -65,6 +65,8 @@ ONLY_IN_TORCH = {
     "transformers/shards.py": "the same",
     "transformers/states.py": "the same",
     "transformers/trainer.py": "the same",
+    "transformers/trainer_checks.py": "the same",
+    "transformers/planned_rows.py": "the same",
     "functional/block_masks.py": "masks of flex_attention, which is PyTorch's",
     "functional/flash.py": "the package flash_attn is PyTorch's",
     "functional/flash_packed.py": "the package flash_attn is PyTorch's",

@@ -248,8 +248,9 @@ def logged(trainer: Any) -> list[dict[str, float]]:
     return [{name: float(entry[name]) for name in ("loss", "grad_norm")} for entry in entries]
 
 
-def tuned_by_trl(group: Any, folder: str, steps: int = 10, evaluated: bool = False) -> Result:
-    """Train with trl's SFTTrainer on packed documents, on a ring if there is a ``group``. ``evaluated``: evaluate before."""
+def tuned_by_trl(group: Any, folder: str, steps: int = 10, evaluated: bool = False, planned: int | None = None) -> Result:
+    """Train with trl's SFTTrainer on packed documents, on a ring if there is a ``group``. ``evaluated``: evaluate before.
+    ``planned``: in planned microbatches of so many tokens, on one process too."""
     from datasets import Dataset as Table  # type: ignore[import-not-found]
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -264,30 +265,24 @@ def tuned_by_trl(group: Any, folder: str, steps: int = 10, evaluated: bool = Fal
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(words, "<0>")), pad_token="<0>", eos_token="<2>"
     )
-    with launched(*(0, 1) if group is None else (group.rank(), group.size())):
-        arguments = SFTConfig(
-            output_dir=folder,
-            max_steps=steps,
-            per_device_train_batch_size=2,
-            per_device_eval_batch_size=2,
-            gradient_accumulation_steps=2,
-            learning_rate=3e-3,
-            adam_epsilon=1e-4,
-            logging_steps=1,
-            packing=True,
-            max_length=TOKENS,
-            **ON_CPUS,
-        )
-        kind = SFTTrainer if group is None else RingSFTTrainer
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    rows: Any = {"packing": True, "max_length": TOKENS, "per_device_train_batch_size": 2}
+    ring: Any = {}
+    if planned:
+        rows = {"padding_free": True, "max_length": None, "per_device_train_batch_size": 1}
+        ring = {"layout": "balanced", "tokens_per_rank": planned // ranks}
+    with launched(rank, ranks):
+        steady: Any = {
+            "per_device_eval_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 3e-3,
+            "adam_epsilon": 1e-4,
+        }
+        arguments = SFTConfig(output_dir=folder, max_steps=steps, logging_steps=1, **steady, **rows, **ON_CPUS)
+        kind = SFTTrainer if group is None and not planned else RingSFTTrainer
         table = Table.from_dict({"input_ids": documents})
-        trainer = kind(
-            model=make("llama", "float32", "sdpa"),
-            args=arguments,
-            train_dataset=table,
-            eval_dataset=table,
-            processing_class=tokenizer,
-            callbacks=[Gradients()],
-        )
+        data: Any = {"train_dataset": table, "eval_dataset": table, "processing_class": tokenizer, "callbacks": [Gradients()]}
+        trainer = kind(model=make("llama", "float32", "sdpa"), args=arguments, **data, **ring)
         if evaluated:
             trainer.evaluate()
         trainer.train()

@@ -24,21 +24,16 @@ from .arguments import check_training_arguments, check_weights
 from .masks import CallRing
 from .models import DENSE, check_entry, hugging_face_model
 from .parallel import HOOKS, on_shards, ring_of_model
+from .planned_rows import planned_loader
+from .trainer_checks import check_group, check_kind, check_trainer, of_trl
 
 UNSUMMED = (
     "the first step was made with gradients that are not summed over all ranks, or other code changed a weight on one rank: let "
     "the Trainer wrap the model, and change weights on every rank alike"
 )
 
-TRAINERS = ("SFTTrainer", "DPOTrainer")
-"""trl's Trainers that run on a ring. SFTTrainer computes the model's own loss there."""
-
 Base: Any = Trainer if TYPE_CHECKING else object
 """The base class of RingTraining: for type checkers the Trainer that it is combined with, else object."""
-
-
-def of_trl(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "trl"
 
 
 class RingTraining(Base):
@@ -49,6 +44,9 @@ class RingTraining(Base):
     The arguments are the Trainer's, and ``group``, ``layout``, ``loss_chunk``, ``strategy`` and ``order`` of
     :func:`sequence_parallel`. Without ``group`` the ring is the cp axis of ``TrainingArguments(parallelism_config=...)``, else
     the ring of ``enable``, else all ranks. Smaller rings are equally large, of consecutive ranks, and have their own rows.
+
+    ``tokens_per_rank``: plan the training documents, one a row of ``train_dataset``, as :func:`plan_batches` does, for the
+    balanced layout. Each step has ``gradient_accumulation_steps`` microbatches of at most so many tokens a rank.
 
     Datasets, samplers, workers, accumulation, clipping, logs and checkpoints are the Trainer's own. All ranks of a ring get the
     same rows, as many as the batch size per device. Losses, gradients and the gradient norm are those of a Trainer with one data
@@ -75,9 +73,11 @@ class RingTraining(Base):
         loss_chunk: int | None = None,
         strategy: Strategy | None = None,
         order: str | None = None,
+        tokens_per_rank: int | None = None,
         **kwargs: Any,
     ) -> None:
         self._ring_settings, self._loss_chunk = (group, layout, strategy, order), loss_chunk
+        self._tokens_per_rank = tokens_per_rank
         self._inside = self._in_loss = self._renamed = False
         super().__init__(*args, **kwargs)
         check_trainer(self)
@@ -135,6 +135,10 @@ class RingTraining(Base):
                 vars(module).pop("_is_accelerate_prepared", None)
         with self._on_the_ring():
             return super().train(*args, **kwargs)
+
+    def get_train_dataloader(self) -> Any:
+        """Return the Trainer's loader of training data, or one of planned documents."""
+        return super().get_train_dataloader() if self._tokens_per_rank is None else planned_loader(self, self._tokens_per_rank)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load a checkpoint. If names in it are not the model's, use ``from_pretrained``: the Trainer leaves such weights out."""
@@ -246,55 +250,3 @@ class CompareFirstStep(TrainerCallback):
 
 class RingTrainer(RingTraining, Trainer):
     """A transformers Trainer that shards every row over the ranks of a ring: see :class:`RingTraining`."""
-
-
-def check_kind(trainer: Any) -> None:
-    for kind in type(trainer).__mro__:
-        if of_trl(kind) and kind.__name__ not in TRAINERS and {"compute_loss", "_compute_loss"} & vars(kind).keys():
-            raise ValueError(
-                f"a Trainer on a ring cannot compute the loss of trl's {kind.__name__}: it runs {' and '.join(TRAINERS)}. For "
-                "another loss call the model inside sequence_parallel in a loop of your own, as examples/grpo_tree.py does. "
-                "examples/grpo_trl.py has a subclass of GRPOTrainer for a ring"
-            )
-
-
-def check_trainer(trainer: Any) -> None:
-    for name, why in (
-        ("compute_loss_func", "it would get a shard of the logits and whole labels: leave it out"),
-        ("model_init", "pass the model, and make it with one seed on all ranks"),
-    ):
-        if getattr(trainer, name, None):
-            raise ValueError(f"a Trainer on a ring takes no {name}: {why}")
-    if getattr(trainer, "aux_loss_enabled", False):
-        raise ValueError(
-            f"a Trainer on a ring takes no auxiliary loss of trl, and router_aux_loss_coef is {trainer.router_aux_loss_coef}: "
-            f"trl weighs it in its own way. Pass router_aux_loss_coef=0.0 in {type(trainer.args).__name__} or in the model's "
-            "config, or use RingTrainer"
-        )
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and plugin.fsdp_version != 2:
-        raise ValueError('a Trainer on a ring takes FSDP of version 2, got version 1: write "version": 2 in fsdp_config')
-
-
-def check_group(ring: CallRing, config: Any) -> None:
-    ranks = ring.ranks
-    if config is not None and (config.tp_size > 1 or config.sp_size > 1):
-        raise ValueError(
-            f"parallelism_config has tp_size={config.tp_size} and sp_size={config.sp_size}, and a Trainer on a ring knows "
-            "cp_size, dp_shard_size and dp_replicate_size: leave the others 1"
-        )
-    if config is not None and config.cp_size not in (1, ranks):
-        raise ValueError(
-            f"the ring has {ranks} ranks and parallelism_config says cp_size={config.cp_size}: leave group out, which makes the "
-            "cp axis the ring, or cp_size"
-        )
-    if config is not None and config.cp_size != ranks and config.total_size > 1:
-        raise ValueError(f"parallelism_config has no cp axis for the ring of {ranks} ranks: pass cp_size={ranks} in it")
-    if ring.group is None or ranks == 1:
-        return
-    members, world, first = dist.get_process_group_ranks(ring.group), dist.get_world_size(), dist.get_rank() // ranks * ranks
-    if world % ranks or members != list(range(first, first + ranks)):
-        raise ValueError(
-            f"the ring of rank {dist.get_rank()} is ranks {members} of {world}: a Trainer's rings are of consecutive ranks, as "
-            f"{list(range(ranks))}, and equally large"
-        )
