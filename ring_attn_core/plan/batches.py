@@ -235,16 +235,16 @@ def _water(compute: np.ndarray, room: np.ndarray, tokens: int, cost: float) -> n
 def _place_short(sizes: np.ndarray, missing: np.ndarray) -> np.ndarray:
     """Return the microbatch of each document, given longest first. ``missing``: tokens that each microbatch shall get.
     In a round, the microbatches that miss most get several documents each, dealt to and fro. The last go one by one."""
-    placed, begin, count, missing = np.empty(len(sizes), np.int64), 0, len(missing), missing.copy()
+    placed, begin, count, owed = np.empty(len(sizes), np.int64), 0, len(missing), -missing
     while len(sizes) - begin > LONGEST * count:
         each = max(1, (len(sizes) - begin) // (32 * count))
-        enough = int((missing >= each * sizes[begin]).sum())
-        takers = np.argsort(-missing, kind="stable")[: max(1, count // 4, enough)]
+        enough = np.count_nonzero(owed <= -each * sizes[begin])
+        takers = owed.argsort(kind="stable")[: max(1, count // 4, enough)]
         part = slice(begin, min(begin + each * len(takers), len(sizes)))
-        placed[part] = np.resize(np.concatenate([takers, takers[::-1]]), part.stop - begin)
-        missing -= np.bincount(placed[part], sizes[part], count)
+        dealt = placed[part] = np.concatenate([takers, takers[::-1]] * -(-each // 2))[: part.stop - begin]
+        owed += np.bincount(dealt, sizes[part], count)
         begin = part.stop
-    heap = [(-tokens, number) for number, tokens in enumerate(missing.tolist())]
+    heap = [(tokens, number) for number, tokens in enumerate(owed.tolist())]
     heapq.heapify(heap)
     for document, tokens in enumerate(sizes[begin:].tolist(), begin):
         left, number = heap[0]
