@@ -77,13 +77,17 @@ def planned_loader(trainer: Any, tokens_per_rank: int) -> Any:
 
 
 def lengths_of(dataset: Any) -> list[int]:
-    """Return the tokens of each document of a dataset."""
+    """Return the tokens of each document of a dataset. A table of Hugging Face datasets is not decoded for it."""
     if not hasattr(dataset, "__len__"):
         raise ValueError("tokens_per_rank plans documents of known lengths: pass a train_dataset with __len__, not a stream")
-    rows = range(len(dataset))
-    if not rows or "input_ids" not in dataset[0]:
+    if not len(dataset) or "input_ids" not in dataset[0]:
         raise ValueError("tokens_per_rank plans documents by their input_ids, and train_dataset has none")
-    return [len(dataset[row]["input_ids"]) for row in rows]
+    if not hasattr(dataset, "select_columns"):
+        return [len(dataset[row]["input_ids"]) for row in range(len(dataset))]
+    from pyarrow import compute  # type: ignore[import-not-found]
+
+    column = dataset.select_columns(["input_ids"]).with_format("arrow")[:]["input_ids"]
+    return compute.list_value_length(column).to_pylist()
 
 
 class OneRow:
