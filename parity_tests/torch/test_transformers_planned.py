@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 import ring_attn_torch.transformers as hf
 
@@ -77,7 +77,9 @@ def arguments(folder: str, **settings: Any) -> TrainingArguments:
     return TrainingArguments(folder, **ON_CPUS | defaults | {"logging_steps": 1, "seed": 5} | settings)
 
 
-def planned(group: Any, folder: str, steps: int, killed: int = 0, resumed: bool = False, **settings: Any) -> Drawn:
+def planned(
+    group: Any, folder: str, steps: int, killed: int = 0, resumed: bool = False, callbacks: Sequence[Any] = (), **settings: Any
+) -> Drawn:
     """Train on planned documents over the ring of ``group``."""
     torch.set_grad_enabled(True)
     ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
@@ -86,10 +88,10 @@ def planned(group: Any, folder: str, steps: int, killed: int = 0, resumed: bool 
         collator = Recorded()
         trainer = hf.RingTrainer(
             model=make("llama", "float32", "sdpa"),
-            args=arguments(folder, max_steps=steps, **settings),
+            args=arguments(folder, **{"max_steps": steps} | settings),
             train_dataset=Documents(),
             data_collator=collator,
-            callbacks=[Gradients(), *([Kill(killed)] if killed else [])],
+            callbacks=[Gradients(), *callbacks, *([Kill(killed)] if killed else [])],
             layout="balanced",
             tokens_per_rank=TOKENS // ranks,
         )
@@ -144,6 +146,11 @@ def test_trls_sft_trainer_plans_documents_as_on_one_process(four: Any, tmp_path:
         near(got, want)
 
 
+class Longer(DataCollatorWithFlattening):
+    def __call__(self, features: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(features * 9, *args, **kwargs)
+
+
 class Stream(IterableDataset):
     def __iter__(self) -> Any:
         return iter(Documents())
@@ -159,7 +166,10 @@ class Stream(IterableDataset):
         ("a document of 48 tokens, and tokens_per_rank=40 on 1 ranks holds 40: pass 48 or more", {}, {"tokens_per_rank": 40}),
         ("fewer than one step of 3 microbatches of 9000", {}, {"tokens_per_rank": 9000}),
         ("pass a train_dataset with __len__, not a stream", {}, {"train_dataset": Stream()}),
-        ("by their input_ids, and train_dataset has none", {}, {"train_dataset": [{"labels": [1]}]}),
+        ("by input_ids, one list of token ids a row", {}, {"train_dataset": [{"labels": [1]}]}),
+        ("by input_ids, one list of token ids a row", {}, {"train_dataset": [{"input_ids": [[4, 5]]}]}),
+        ("does not: pass data_collator=DataCollatorWithFlattening", {}, {"data_collator": None}),
+        ("a planned row has", {}, {"data_collator": Longer()}),
         ("pass data_collator=DataCollatorWithFlattening", {}, {"data_collator": lambda rows: {"input_ids": rows}}),
     ],
 )
@@ -170,6 +180,27 @@ def test_what_cannot_be_planned_is_refused(words: str, settings: Any, trainer: A
         made = hf.RingTrainer(model=make("llama", "float32", "sdpa"), args=args, **given | {"tokens_per_rank": TOKENS} | trainer)
         with pytest.raises(ValueError, match=re.escape(words)):
             made.train()
+
+
+def test_plans_that_differ_are_refused_on_every_rank(four: Any, tmp_path: Any):
+    four.refuse("digest of the documents' lengths", 4, with_other_documents, str(tmp_path))
+
+
+def with_other_documents(group: Any, folder: str) -> None:
+    if group.rank() == 3:
+        LENGTHS[0] += 1
+    planned(group, folder, 1)
+
+
+def test_each_epoch_takes_every_document_at_most_once_and_others_after_a_stop(tmp_path: Any):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_epoch_stop = state.global_step % 2 == 0
+
+    whole = [document for row in planned(None, str(tmp_path), 100, max_steps=-1, num_train_epochs=1).rows for document in row]
+    assert len(whole) == len({*whole}) > 0.8 * len(LENGTHS)
+    rows = planned(None, str(tmp_path), 4, callbacks=[Stop()]).rows
+    assert rows[: 2 * PARTS] != rows[-2 * PARTS :]
 
 
 def test_planned_documents_need_a_ring_of_all_ranks(four: Any, tmp_path: Any):

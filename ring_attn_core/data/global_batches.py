@@ -52,6 +52,15 @@ class GlobalBatches(Index):
         begins = accumulate((self._lengths[document] for document in held), initial=0)
         return [tuple(DocumentSpan(each, 0, begin, self._lengths[each]) for each, begin in zip(held, begins, strict=False))]
 
+    def first(self, epoch: int) -> int:
+        """Return the number of the first microbatch of an epoch."""
+        return self._parts * self._begin(epoch)
+
+    def left_out(self, epoch: int) -> int:
+        """Return how many documents of an epoch no global batch has, because they do not fill one more."""
+        order, ends = self._order(epoch)
+        return len(order) - ends[-1]
+
     def group(self, number: int) -> int:
         return number // self._parts
 
