@@ -118,6 +118,27 @@ def test_one_rank_computes_as_ever(framework):
         assert (attend(q, k, v, strategy=strategy) == attend(q, k, v)).all()
 
 
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "message"),
+    [
+        ("ulysses", 3, "strategy='ulysses' cannot run this: 4 query heads cannot be dealt evenly to 3 ranks"),
+        ("ulysses", 8, "strategy='ulysses' cannot run this: 4 query heads cannot be dealt evenly to 8 ranks"),
+        (Ulysses(ranks=2), 3, r"strategy=Ulysses\(ranks=2\) cannot run this: groups of 2 ranks do not divide a ring of 3"),
+        (Ulysses(ranks=8), 8, r"strategy=Ulysses\(ranks=8\) cannot run this: 4 query heads cannot be dealt evenly to 8 ranks"),
+        (
+            Gather(groups=3),
+            2,
+            r"strategy=Gather\(groups=3\) cannot run this: 2 key heads cannot be cut into 3 .*groups; Gather",
+        ),
+        (Gather(groups=4), 2, r"strategy=Gather\(groups=4\) cannot run this: 2 key heads cannot be cut into 4 equal groups"),
+        ("telepathy", 2, "unknown strategy 'telepathy'"),
+    ],
+)
+def test_a_strategy_that_cannot_run_a_call_is_refused_alike_on_every_rank(framework, strategy, ranks, message):
+    q, k = (np.ones((2, 8 * ranks, heads, 8), np.float32) for heads in (4, 2))
+    framework.refuses(message + ".*auto", ranks, partial(framework.ring_attention, strategy=strategy), q, k, k)
+
+
 AGREED = [replace(case, dtype="float32", tiles=COARSE) for case in (*ONE_EACH, *EACH, *PAIRS)]
 AGREED[len(ONE_EACH) : len(ONE_EACH)] = (replace(case, dtype="float32") for case in SHARED)
 

@@ -176,19 +176,6 @@ def test_both_ways_wait_for_each_step_before_the_next_hop():
     assert len([operand for _, operand in permutes if operand in ties]) >= 2 * (7 - 2)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "message"),
-    [
-        ("ulysses", 8, "strategy='ulysses' cannot run this: 4 query heads cannot be dealt evenly to 8 ranks"),
-        (Ulysses(ranks=2), 3, r"strategy=Ulysses\(ranks=2\) cannot run this: groups of 2 ranks do not divide a ring of 3"),
-        (Gather(groups=4), 2, r"strategy=Gather\(groups=4\) cannot run this: 2 key heads cannot be cut into 4 equal groups"),
-    ],
-)
-def test_a_strategy_that_cannot_run_a_call_is_refused(strategy, ranks, message):
-    with pytest.raises(ValueError, match=message + ".*auto"):
-        sharded_ring_attention(*arrays(heads=4, tokens=24 if ranks == 3 else 16), mesh=mesh_of(ranks), strategy=strategy)
-
-
 @pytest.mark.parametrize("strategy", first(LAST_FIRST.values(), 0, 2), ids=LAST_FIRST)
 def test_vmap_maps_every_strategy(strategy):
     inputs = [jnp.stack([x, 2 * x]) for x in arrays(heads=4)]

@@ -39,10 +39,6 @@ TRAVELS = [
 ]
 
 
-COARSE = (8, 6)
-"""Tiles that a slot fills once or twice: tests of the ring have smaller ones, which take three times as long."""
-
-
 @pytest.mark.parametrize("case", TRAVELS, ids=str)
 def test_messages_and_bytes_are_the_plans(gloo, case):
     counted = gloo(case.ranks, count, case, *(PerRank(*x) for x in case.inputs()))
@@ -109,21 +105,6 @@ def delayed(seed: int, group: Any, case: Case, *shards: Any) -> Any:
     gather = patch.object(collectives, "all_gather_single", late(collectives.all_gather_single))
     with patch.multiple(dist, **{name: late(getattr(dist, name)) for name in names}), gather:
         return on_rank(group, case, *shards)
-
-
-REFUSED = [
-    ("ulysses", 3, "strategy='ulysses' cannot run this: 4 query heads cannot be dealt evenly to 3 ranks"),
-    (Ulysses(ranks=2), 3, r"strategy=Ulysses\(ranks=2\) cannot run this: groups of 2 ranks do not divide a ring of 3"),
-    (Ulysses(ranks=8), 8, r"strategy=Ulysses\(ranks=8\) cannot run this: 4 query heads cannot be dealt evenly to 8 ranks"),
-    (Gather(groups=3), 2, r"strategy=Gather\(groups=3\) cannot run this: 2 key heads cannot be cut into 3 equal groups; Gather"),
-    ("telepathy", 2, "unknown strategy 'telepathy'"),
-]
-
-
-@pytest.mark.parametrize(("strategy", "ranks", "message"), REFUSED)
-def test_a_strategy_that_cannot_run_a_call_is_refused_alike_on_every_rank(gloo, strategy, ranks, message):
-    case = Case(strategy=strategy, ranks=ranks)
-    gloo.refuse(message + ".*auto", ranks, refused, case, *(PerRank(*x) for x in case.inputs()))
 
 
 def refused(group: Any, case: Case, *shards: Any) -> None:
