@@ -44,9 +44,8 @@ def test_a_picture_that_cannot_be_written_is_refused_before_the_plan_is_made(mon
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+MISTAKES: dict[str, list[tuple[list[str], str]]] = {
+    "plan --length 16 --ranks 2": [
         (["--layout", "spiral"], "unknown layout 'spiral': choose one of contiguous"),
         (["--mask", "causual"], "cannot read the mask 'causual': write full, "),
         (["--ranks", "99999999999"], "a plan of 99999999999 ranks is too large to draw"),
@@ -62,10 +61,63 @@ def test_a_picture_that_cannot_be_written_is_refused_before_the_plan_is_made(mon
         ),
         (["--model", "llama-8b"], "--model alone says what fits into memory: leave out --ranks, --length"),
     ],
-    ids=" ".join,
-)
+    "plan": [
+        (["--gpus", "1"], "--gpus must be 2 to 4096, got 1"),
+        (["--gpus", "0"], "--gpus must be 2 to 4096, got 0"),
+        (["--gpus", "5000"], "--gpus must be 2 to 4096, got 5000"),
+        (["--gpus", "4", "--host-gpus", "0"], "--host-gpus must be at least 1, got 0"),
+        (["--gpus", "4", "--heads", "x"], "--heads must be query heads, or query and key heads, such as 32/8, got 'x'"),
+        (["--gpus", "4", "--heads", "5/2"], "kv heads must divide query heads"),
+        (["--gpus", "4", "--ranks", "4", "--save", "a.svg"], "leave out --ranks, --save"),
+        (["--gpus", "4", "--ranks", "0"], "leave out --ranks"),
+        (["--machine", "H200", "--model", "llama-8b", "--tokens", "9"], "leave out --tokens"),
+        (["--machine", "H200", "--model", "llama-8b", "--heads", "4"], "--model gives the heads and their size: leave out"),
+        (["--machine", "H200", "--model", "llama-9b"], "llama-9b"),
+        (["--machine", "ours.json"], "'ours.json' is not one of H200, H100, of which measurements are built in; a file"),
+        (["--model", "gpt-9"], "no model is called 'gpt-9': choose one of llama-1b, llama-8b, "),
+        (["--model", "no/such/config.json"], "no/such/config.json is missing"),
+        (["--model", "llama-8b", "--memory", "8"], "llama-8b fits no 1,024 tokens a GPU: one token takes"),
+        (["--model", "llama-8b", "--memory", "-1"], "--memory must be a number of GiB above 0, got -1"),
+        (["--model", "llama-8b", "--activations", "drop"], "activations must be one of keep, recompute, offload, got 'drop'"),
+        (["--model", "llama-8b", "--tokens", "0"], "tokens must be an int of at least 1, got 0"),
+        (["--model", "llama-8b", "--tokens", "-4"], "tokens must be an int of at least 1, got -4"),
+        (["--model", "llama-8b", "--tokens", f"1{30 * '0'}"], "tokens must be at most 2147483647, got 1000"),
+        (["--documents", "4,x"], "--documents takes lengths in tokens such as 4096,512,1024, or a file of them, got '4,x'"),
+        (["--documents", ""], "--documents takes lengths of at least 1 token such as 4096,512,1024, got ''"),
+        (["--documents", "99999999999999999999,2"], "--documents draws at most 10,000 segments or documents of 16,777,216"),
+        (["--documents", sys.executable], "--documents takes a file of numbers in UTF-8"),
+        (["--documents", "4,0"], "--documents takes lengths of at least 1 token such as 4096,512,1024, got '4,0'"),
+        (["--documents", "4", "--layout", "spiral"], "unknown layout 'spiral'"),
+        (["--documents", "4", "--length", "8", "--save", "a.svg"], "leave out --length, --save"),
+        (["--documents", "4", "--ranks", "4097"], "a plan of 4097 ranks is too large to draw"),
+        (["--layout", "balanced"], "the layout balanced follows from documents or a tree: pass --documents or --tree with"),
+        (["--tree", "8,y"], "--tree takes the tokens of a prompt and of its completions such as 4096,512x8"),
+        (["--tree", "8,0"], "row 0, segment 1 has 0 tokens"),
+        (["--tree", "8,1:4"], "row 0, segment 1 has the parent 1: a parent comes before its children"),
+        (["--tree", ""], "or a file of them, got ''"),
+        (["--tree", "8x"], "or a file of them, got '8x'"),
+        (["--tree", "8,4x-1"], "or a file of them, got '8,4x-1'"),
+        (["--tree", "8,4x999999999"], "16,777,216 tokens in all, got 1,000,000,000 of 4,000,000,004 tokens: pass fewer"),
+        (["--tree", sys.executable], "--tree takes a file of numbers in UTF-8"),
+        (["--tree", "8,4", "--layout", "spiral"], "unknown layout 'spiral'"),
+        (["--tree", "8,4", "--mask", "full", "--length", "8"], "--tree gives the length and compares all layouts: leave out"),
+        (["--tree", "8,4", "--documents", "8"], "--documents gives the length and compares all layouts: leave out --tree"),
+    ],
+    "doctor": [
+        (["--dtype", "bf16"], "q, k and v must be one of bfloat16, float16, float32, float64, got bf16"),
+        (["--head-dim", "0"], "head_dim must be at least 1, got 0"),
+        (["--v-dim", "-1"], "v_dim must be at least 1, got -1"),
+        (["--framework", "numpy"], "unknown framework 'numpy': choose one of both, torch, jax"),
+        (["--measure"], 'strategy="auto" no longer reads measurements, and ring-attn plan --gpus takes its numbers from'),
+        (["--model", "X"], "--model is gone: in a clone of the repository run python -m benchmarks.hugging_face.tested_models"),
+    ],
+}
+CASES = [([*command.split(), *given], message) for command, rows in MISTAKES.items() for given, message in rows]
+
+
+@pytest.mark.parametrize(("arguments", "message"), CASES, ids=[" ".join(arguments) for arguments, _ in CASES])
 def test_a_mistake_is_answered_in_one_line_and_exit_status_2(arguments: list[str], message: str):
-    done = plan("--length", "16", "--ranks", "2", *arguments)
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2
     assert done.stdout == ""
     assert message in done.stderr

@@ -186,23 +186,3 @@ def test_a_framework_that_does_not_start_is_one_line(framework: str, monkeypatch
     (found,) = findings(typical("bfloat16", 128), framework)
     assert found.words == ("installed, but does not start: libcudart.so: cannot open shared object file",)
     assert found.choices == ()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--dtype", "bf16"), "q, k and v must be one of bfloat16, float16, float32, float64, got bf16"),
-        (("--head-dim", "0"), "head_dim must be at least 1, got 0"),
-        (("--v-dim", "-1"), "v_dim must be at least 1, got -1"),
-        (("--framework", "numpy"), "unknown framework 'numpy': choose one of both, torch, jax"),
-        (("--measure",), 'strategy="auto" no longer reads measurements, and ring-attn plan --gpus takes its numbers from'),
-        (("--model", "X"), "--model is gone: in a clone of the repository run python -m benchmarks.hugging_face.tested_models"),
-    ],
-    ids=" ".join,
-)
-def test_a_mistake_is_answered_in_one_line_and_exit_status_2(arguments: tuple[str, ...], message: str):
-    done = CliRunner().invoke(app, ["doctor", *arguments])
-    assert done.exit_code == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("ring-attn: ") and message in done.stderr
-    assert done.stderr.count("\n") == 1

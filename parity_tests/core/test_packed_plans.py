@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -42,27 +41,6 @@ def test_documents_are_drawn_with_their_work_and_traffic_beside_the_other_layout
     assert plan("--documents", ",".join(["4"] * 200), "--ranks", "4").exit_code == 0, "a list that is too long for a file's name"
     drawn = plan("--documents", "4,12,3,8,5", "--ranks", "4", "--layout", "contiguous").output.split("\n")
     assert "ranks     " + "".join(str(rank) * 8 for rank in range(4)) in drawn
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--documents", "4,x"], "--documents takes lengths in tokens such as 4096,512,1024, or a file of them, got '4,x'"),
-        (["--documents", ""], "--documents takes lengths of at least 1 token such as 4096,512,1024, got ''"),
-        (["--documents", "99999999999999999999,2"], "--documents draws at most 10,000 segments or documents of 16,777,216"),
-        (["--documents", sys.executable], "--documents takes a file of numbers in UTF-8"),
-        (["--documents", "4,0"], "--documents takes lengths of at least 1 token such as 4096,512,1024, got '4,0'"),
-        (["--documents", "4", "--layout", "spiral"], "unknown layout 'spiral'"),
-        (["--documents", "4", "--length", "8", "--save", "a.svg"], "leave out --length, --save"),
-        (["--documents", "4", "--ranks", "4097"], "a plan of 4097 ranks is too large to draw"),
-        (["--layout", "balanced"], "the layout balanced follows from documents or a tree: pass --documents or --tree with"),
-    ],
-    ids=" ".join,
-)
-def test_a_mistake_about_documents_is_answered_in_one_line(arguments: list[str], message: str):
-    done = plan(*arguments)
-    assert done.exit_code == 2 and done.stdout == ""
-    assert message in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_tree_is_drawn_with_its_work_and_traffic_beside_the_other_layouts(tmp_path: Path):
@@ -105,26 +83,3 @@ def test_the_work_of_a_tree_is_counted_by_its_paths(layout: str, ranks: int):
         mine = {position for run in held for position in run.positions()}
         assert work.pairs == sum(len(paths[position]) for position in mine)
         assert work.remote == len({key for position in mine for key in paths[position]} - mine)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tree", "8,y"], "--tree takes the tokens of a prompt and of its completions such as 4096,512x8"),
-        (["--tree", "8,0"], "row 0, segment 1 has 0 tokens"),
-        (["--tree", "8,1:4"], "row 0, segment 1 has the parent 1: a parent comes before its children"),
-        (["--tree", ""], "or a file of them, got ''"),
-        (["--tree", "8x"], "or a file of them, got '8x'"),
-        (["--tree", "8,4x-1"], "or a file of them, got '8,4x-1'"),
-        (["--tree", "8,4x999999999"], "16,777,216 tokens in all, got 1,000,000,000 of 4,000,000,004 tokens: pass fewer"),
-        (["--tree", sys.executable], "--tree takes a file of numbers in UTF-8"),
-        (["--tree", "8,4", "--layout", "spiral"], "unknown layout 'spiral'"),
-        (["--tree", "8,4", "--mask", "full", "--length", "8"], "--tree gives the length and compares all layouts: leave out"),
-        (["--tree", "8,4", "--documents", "8"], "--documents gives the length and compares all layouts: leave out --tree"),
-    ],
-    ids=" ".join,
-)
-def test_a_mistake_about_a_tree_is_answered_in_one_line(arguments: list[str], message: str):
-    done = plan(*arguments)
-    assert done.exit_code == 2 and done.stdout == ""
-    assert message in done.stderr and done.stderr.count("\n") == 1

@@ -121,25 +121,3 @@ def test_plan_reads_a_config_and_says_whether_so_many_tokens_fit(tmp_path: Path)
     file.write_text(json.dumps(their_config(shape("llama-1b"), 4096)))
     done = plan("--model", str(file), "--gpus", "8", "--memory", "141")
     assert f"{weights(shape('llama-1b')):,} weights" in done.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "gpt-9"], "no model is called 'gpt-9': choose one of llama-1b, llama-8b, "),
-        (["--model", "no/such/config.json"], "no/such/config.json is missing"),
-        (["--model", "llama-8b", "--memory", "8"], "llama-8b fits no 1,024 tokens a GPU: one token takes"),
-        (["--model", "llama-8b", "--memory", "-1"], "--memory must be a number of GiB above 0, got -1"),
-        (["--model", "llama-8b", "--activations", "drop"], "activations must be one of keep, recompute, offload, got 'drop'"),
-        (["--model", "llama-8b", "--tokens", "0"], "tokens must be an int of at least 1, got 0"),
-        (["--model", "llama-8b", "--tokens", "-4"], "tokens must be an int of at least 1, got -4"),
-        (["--model", "llama-8b", "--tokens", f"1{30 * '0'}"], "tokens must be at most 2147483647, got 1000"),
-    ],
-    ids=" ".join,
-)
-def test_a_mistake_is_answered_in_one_line(arguments: list[str], message: str):
-    done = plan(*arguments)
-    assert done.exit_code == 2
-    assert done.stdout == ""
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1

@@ -86,29 +86,3 @@ def test_a_length_that_is_no_number_is_refused(text):
     with pytest.raises(ValueError, match="is not a number of tokens such as 8192, 128K or 10M"):
         tokens(text)
     assert plan("--gpus", "4", "--length", text).exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--gpus", "1"], "--gpus must be 2 to 4096, got 1"),
-        (["--gpus", "0"], "--gpus must be 2 to 4096, got 0"),
-        (["--gpus", "5000"], "--gpus must be 2 to 4096, got 5000"),
-        (["--gpus", "4", "--host-gpus", "0"], "--host-gpus must be at least 1, got 0"),
-        (["--gpus", "4", "--heads", "x"], "--heads must be query heads, or query and key heads, such as 32/8, got 'x'"),
-        (["--gpus", "4", "--heads", "5/2"], "kv heads must divide query heads"),
-        (["--gpus", "4", "--ranks", "4", "--save", "a.svg"], "leave out --ranks, --save"),
-        (["--gpus", "4", "--ranks", "0"], "leave out --ranks"),
-        (["--machine", "H200", "--model", "llama-8b", "--tokens", "9"], "leave out --tokens"),
-        (["--machine", "H200", "--model", "llama-8b", "--heads", "4"], "--model gives the heads and their size: leave out"),
-        (["--machine", "H200", "--model", "llama-9b"], "llama-9b"),
-        (["--machine", "ours.json"], "'ours.json' is not one of H200, H100, of which measurements are built in; a file"),
-    ],
-    ids=range(12),
-)
-def test_a_mistake_is_answered_in_one_line_and_exit_status_2(arguments, message):
-    done = plan(*arguments)
-    assert done.exit_code == 2
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
