@@ -11,7 +11,7 @@ import pytest
 from ring_attn_core.reference.tolerance import relative_error
 
 from ..support.losses import CHUNKS, cotangents_of_tokens, exact_log_probs, exact_loss, hidden_states
-from ..support.models import assert_near
+from ..support.models import VOCAB, assert_near
 from ..support.selection import first, grid, in_each
 
 ONE = [np.ones(())]
@@ -156,3 +156,17 @@ def test_logits_of_minus_infinity_leave_entropy_and_gradients_finite(framework):
     three, two = (framework.pull(call, [np.array([[[0.0, 1.0, *more]]])]) for more in ([-np.inf], []))
     np.testing.assert_allclose(three[0], two[0], rtol=1e-6)
     np.testing.assert_allclose(three[1][0], np.pad(two[1][0], ((0, 0), (0, 0), (0, 1))), rtol=1e-6)
+
+
+def test_loss_of_bfloat16_logits_is_float32_and_a_label_outside_the_vocabulary_raises_or_is_nan(framework):
+    logits = framework.array(np.ones((1, 4, VOCAB)), "bfloat16")
+    call = lambda *labels: framework.loss(logits, framework.array(np.array([labels])), **framework.no_ring)
+    value = call(1, 2, -100, 3)
+    assert str(value.dtype).removeprefix("torch.") == "float32"
+    np.testing.assert_allclose(value, np.log(VOCAB), rtol=1e-6)
+    for wrong in (VOCAB, -1):
+        if framework.name == "jax":
+            assert np.isnan(call(1, wrong, 2, 3))
+            continue
+        with pytest.raises(ValueError, match=f"labels hold {wrong}, and a vocabulary of {VOCAB} has 0 to {VOCAB - 1}"):
+            call(1, wrong, 2, 3)
