@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -15,8 +18,9 @@ from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.reference.oracle import Attention
 from ring_attn_torch import ring_attention
 from ring_attn_torch.attend import tiles
+from ring_attn_torch.ring import collectives
 
-from ..support.cases import Case
+from ..support.cases import Case, check_same
 from ..support.spawn import PerRank, Ranks
 
 
@@ -63,3 +67,30 @@ def on_rank(group: Any, case: Case, *shards: np.ndarray) -> list[np.ndarray]:
 def patch_tiles(case: Case):
     choose = tiles.blockwise_tiles if case.tiles is None else lambda rows, q, k: case.tiles
     return patch.object(tiles, "blockwise_tiles", choose)
+
+
+def late(function: Callable[..., Any], draw: random.Random, most: float = 0.01) -> Callable[..., Any]:
+    """Return ``function``, before which a rank waits for at most so many seconds, drawn anew at each call."""
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        time.sleep(draw.uniform(0, most))
+        return function(*arguments, **keywords)
+
+    return call
+
+
+def delayed(seed: int, group: Any, case: Case, *shards: Any) -> Any:
+    """``on_rank``, with a random delay before every transfer."""
+    draw = random.Random(1000 * seed + dist.get_rank(group))
+    replaced: dict[str, Any] = {name: late(getattr(dist, name), draw) for name in ("batch_isend_irecv", "all_to_all_single")}
+    gather = patch.object(collectives, "all_gather_single", late(collectives.all_gather_single, draw))
+    with patch.multiple(dist, **replaced), gather:
+        return on_rank(group, case, *shards)
+
+
+def check_late_ranks(pool: Ranks, case: Case, delays: int, function: Any = delayed, on_time: Any = None) -> Attention:
+    """Assert that runs with random delays, each with a seed of its own, have the bits of a run ``on_time``, which is returned."""
+    expected = run(pool, case, on_time)
+    for number in range(delays):
+        check_same(run(pool, case, partial(function, number)), expected)
+    return expected

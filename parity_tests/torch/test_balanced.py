@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -29,8 +28,8 @@ from ..support.cases import check, check_same
 from ..support.selection import first
 from ..support.spawn import PerRank
 from ..support.strategies import problem_of
-from .ring import run
-from .test_strategies import count, delayed
+from .ring import check_late_ranks, run
+from .test_strategies import count
 
 
 @pytest.mark.parametrize("case", first(DIRECT_CASES, 4), ids=str)
@@ -51,9 +50,7 @@ def test_direct_sends_what_the_plan_says(gloo, case):
 
 @pytest.mark.parametrize("delays", first([3, 100], 1, 1, "campaign"))
 def test_delays_of_ranks_change_no_bit_of_direct(gloo, delays):
-    expected = run(gloo, DIRECT_CASES[0])
-    for number in range(delays):
-        check_same(run(gloo, DIRECT_CASES[0], partial(delayed, number)), expected)
+    check_late_ranks(gloo, DIRECT_CASES[0], delays)
 
 
 OF_FOUR: Any = balanced_layout((24, 24, 8, 8), 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -13,19 +12,16 @@ from ring_attn_core import LAYOUTS
 from ring_attn_core.problem.traffic import Traffic, traffic
 from ring_attn_torch.ring import transfer
 
-from ..support.cases import check_same
 from ..support.selection import first
 from ..support.spawn import PerRank
 from ..support.strategies import SLICED, of_a_window, problem_of
-from .ring import run
-from .test_strategies import count, delayed
+from .ring import check_late_ranks
+from .test_strategies import count
 
 
 @pytest.mark.parametrize("delays", first([2, 3, 100], 1, 2, "campaign"))
 def test_delays_between_slices_change_no_bit(gloo, delays):
-    expected = run(gloo, SLICED[0])
-    for number in range(delays):
-        check_same(run(gloo, SLICED[0], partial(delayed, number)), expected)
+    check_late_ranks(gloo, SLICED[0], delays)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

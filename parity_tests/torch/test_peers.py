@@ -24,13 +24,13 @@ from ring_attn_torch.ring import peers
 from ring_attn_torch.ring.peer_access import Reach, Renumbered, check_access
 from ring_attn_torch.ring.strategies import push
 
-from ..support.cases import Case, check, check_same
+from ..support.cases import Case, check
 from ..support.combinations import COMBINATIONS, EVERYTHING
 from ..support.peers import Mapped, mapped
 from ..support.selection import first
 from ..support.spawn import PerRank
 from ..support.strategies import problem_of
-from .ring import on_rank, run
+from .ring import check_late_ranks, late, on_rank, run
 
 CASES = [
     *EVERYTHING,
@@ -55,24 +55,14 @@ def test_push_is_exact_with_every_feature(gloo, case):
 @pytest.mark.parametrize(("ranks", "delays"), first([(3, 2), (8, 2), (2, 100), (4, 100)], 1, 2, "campaign"))
 def test_ranks_that_start_at_random_delays_give_the_same_bits(gloo, ranks, delays):
     case = Case(strategy="push", ranks=ranks, sinks=True, kv_heads=1)
-    expected = run(gloo, case, over_files)
-    check(case, expected)
-    for number in range(delays):
-        check_same(run(gloo, case, partial(delayed, number)), expected)
+    check(case, check_late_ranks(gloo, case, delays, delayed, over_files))
 
 
 def delayed(seed: int, group: Any, case: Case, *shards: Any) -> Any:
     """``over_files``, with a random delay before each flag that a rank raises or awaits."""
     draw = random.Random(1000 * seed + dist.get_rank(group))
-
-    def late(function: Any) -> Any:
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            time.sleep(draw.uniform(0, 0.004))
-            return function(*arguments, **keywords)
-
-        return call
-
-    with patch.object(Mapped, "raise_flag", late(Mapped.raise_flag)), patch.object(Mapped, "await_flag", late(Mapped.await_flag)):
+    replaced: dict[str, Any] = {name: late(getattr(Mapped, name), draw, 0.004) for name in ("raise_flag", "await_flag")}
+    with patch.multiple(Mapped, **replaced):
         return over_files(group, case, *shards)
 
 

@@ -4,10 +4,7 @@
 
 from __future__ import annotations
 
-import random
-import time
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -21,11 +18,11 @@ from ring_attn_torch import ring_attention
 from ring_attn_torch.attend.blockwise import Blockwise
 from ring_attn_torch.ring import collectives, transfer
 
-from ..support.cases import Case, check_same
+from ..support.cases import Case
 from ..support.selection import first, one_of_each
 from ..support.spawn import PerRank
 from ..support.strategies import BY_HEADS, EACH, SHARED, STRATEGIES, fitted, problem_of
-from .ring import on_rank, options, run
+from .ring import check_late_ranks, on_rank, options
 
 TRAVELS = [
     *one_of_each(3, EACH),
@@ -84,27 +81,7 @@ def count(group: Any, case: Case, *shards: Any) -> tuple[Traffic, ...]:
 @pytest.mark.parametrize("strategy", ["ring", *STRATEGIES.values()], ids=["ring", *STRATEGIES])
 @pytest.mark.parametrize("delays", first([1, 3, 100], 1, 2, "campaign"))
 def test_ranks_that_start_at_random_delays_give_the_same_bits(gloo, strategy, delays):
-    case = fitted(Case(strategy=strategy, sinks=True, kv_heads=1))
-    expected = run(gloo, case)
-    for number in range(delays):
-        check_same(run(gloo, case, partial(delayed, number)), expected)
-
-
-def delayed(seed: int, group: Any, case: Case, *shards: Any) -> Any:
-    """``on_rank``, with a random delay before every transfer."""
-    draw = random.Random(1000 * seed + dist.get_rank(group))
-    names = "batch_isend_irecv", "all_to_all_single"
-
-    def late(function: Any) -> Any:
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            time.sleep(draw.uniform(0, 0.01))
-            return function(*arguments, **keywords)
-
-        return call
-
-    gather = patch.object(collectives, "all_gather_single", late(collectives.all_gather_single))
-    with patch.multiple(dist, **{name: late(getattr(dist, name)) for name in names}), gather:
-        return on_rank(group, case, *shards)
+    check_late_ranks(gloo, fitted(Case(strategy=strategy, sinks=True, kv_heads=1)), delays)
 
 
 def refused(group: Any, case: Case, *shards: Any) -> None:
