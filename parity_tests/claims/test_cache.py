@@ -1,4 +1,4 @@
-"""KVCache and prefill: stories of requests against a model, one token at a time; and JAX = PyTorch, slot by slot."""
+"""KVCache and prefill: stories of requests against a model, one token at a time; and steps that do not fit."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from ring_attn_core import causal
+from ring_attn_core.cache.spec import CacheSizes
 from ring_attn_core.reference.oracle import exact
 from ring_attn_core.reference.tolerance import relative_error
 
 from ..support.caches import check
+from ..support.generation import made, weights_of
 from ..support.selection import first, in_each, one_of_each
 from ..support.stories import CHOSEN, REST, Append, Call, Prefill, Story
 
@@ -77,3 +79,27 @@ def check_float8(story: Story, played: list) -> None:
                 mine = [int(np.flatnonzero(new == number)[0]) for number in shard if number >= 0]
                 assert relative_error(got["out"][layer, row, : len(mine)], truth[mine]) <= 1e-6
     assert operation == OPERATIONS[2]
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "message"),
+    [
+        ([[1], [2]], {}, r"ids must be \[1, tokens\], a row for every request of the cache, got \[2, 1\]"),
+        ([[31]], {}, "ids hold 31, and a vocabulary of 31"),
+        ([[0.5]], {}, "ids must be integers"),
+        ([[1]], {"window": 3}, "layer 0 sees 6 tokens before it, and the cache keeps 3"),
+        ([[1]], {"window": 6}, "layer 1 sees all tokens before it, and the cache keeps 6"),
+        ([[1]], {"config": CacheSizes(2, 4, 8)}, "make it with KVCache.make"),
+        ([[1]], {"dtype": "bfloat16"}, "the cache keeps bfloat16, and the model computes in float32"),
+    ],
+)
+def test_a_step_that_does_not_fit_is_refused_and_the_cache_is_as_it_was(framework, ids, options, message):
+    model = framework.make("RingTransformer", **made("features", "float32"), **framework.ring(2))
+    framework.from_numpy(model, weights_of("features"))
+    given = {"config": model.config, "dtype": "float32"} | framework.ring(2) | options
+    kept = framework.KVCache.make(given.pop("config"), 1, 24, **given)
+    for function in (framework.decode_step, framework.prefill_prompts):
+        with pytest.raises(ValueError, match=message):
+            function(model, framework.array(np.array(ids)), kept)
+    assert kept.lengths.tolist() == [0]
+    assert (kept.positions == -1).all()

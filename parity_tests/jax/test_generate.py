@@ -212,25 +212,6 @@ def test_models_that_generate_no_text_are_refused():
         split.generate(PROMPTS, 1)
 
 
-@pytest.mark.parametrize(
-    ("ids", "options", "message"),
-    [
-        ([[1], [2]], {}, r"ids must be \[1, tokens\], a row for every request of the cache, got \[2, 1\]"),
-        ([[31]], {}, "ids hold 31, and a vocabulary of 31"),
-        ([[0.5]], {}, "ids must be integers"),
-        ([[1]], {"window": 3}, "layer 0 sees 6 tokens before it, and the cache keeps 3"),
-        ([[1]], {"mesh": mesh_of(1)}, "the model's ring is 2 ranks along 'seq', and the cache's 1"),
-        ([[1]], {"dtype": "bfloat16"}, "the cache keeps bfloat16, and the model computes in float32"),
-    ],
-)
-def test_a_step_that_does_not_fit_is_refused(ids, options, message):
-    model = model_of("features", 2, "float32")
-    kept = KVCache.make(model.config, 1, 24, **{"dtype": "float32", "mesh": mesh_of(2)} | options)
-    for function in (decode_step, prefill_prompts):
-        with pytest.raises(ValueError, match=message):
-            function(model, jnp.asarray(ids), kept)
-
-
 def test_text_is_not_generated_inside_jit():
     model = model_of("features", None, "float32")
     calls = (lambda: jax.jit(lambda: model.generate(PROMPTS, 1))(), lambda: nnx.jit(lambda m: m.generate(PROMPTS, 1))(model))
@@ -239,11 +220,18 @@ def test_text_is_not_generated_inside_jit():
             call_it()
 
 
-@pytest.mark.parametrize("kept", [None, {}])
-def test_what_is_no_cache_is_refused(kept):
+NO_CACHE = r"cache must be a KVCache, got .*: make one with KVCache.make\(model.config, ...\)"
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [(None, NO_CACHE), ({}, NO_CACHE), ("of one device", "the model's ring is 2 ranks along 'seq', and the cache's 1")],
+)
+def test_what_is_no_cache_or_one_of_another_mesh_is_refused(kept, message):
     model = model_of("features", 2, "float32")
+    kept = KVCache.make(model.config, 1, 24, dtype="float32", mesh=mesh_of(1)) if kept == "of one device" else kept
     for function in (decode_step, prefill_prompts):
-        with pytest.raises(ValueError, match=r"cache must be a KVCache, got .*: make one with KVCache.make\(model.config, ...\)"):
+        with pytest.raises(ValueError, match=message):
             function(model, jnp.ones((1, 1), jnp.int32), kept)
 
 

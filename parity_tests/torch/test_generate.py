@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attn_torch import CacheSizes, KVCache, RingTransformer, decode_step, from_numpy, prefill_prompts
+from ring_attn_torch import KVCache, RingTransformer, decode_step, from_numpy, prefill_prompts
 
 from ..support.generation import (
     BAD,
@@ -210,28 +210,6 @@ def test_ranks_that_are_asked_for_different_things_all_hear_of_it(gloo):
         assert f"the ranks of this ring disagree on {message}" in got[0]
     got = gloo(2, disagreement_on_rank, PerRank(call(), call(top_k=0)))
     assert got == ["rank 1: top_k must be an int of at least 1, or None for all tokens, got 0"] * 2
-
-
-@pytest.mark.parametrize(
-    ("sizes", "ids", "options", "message"),
-    [
-        (None, [[1], [2]], {}, r"ids must be \[1, tokens\], a row for every request of the cache, got \[2, 1\]"),
-        (None, [[31]], {}, "ids hold 31, and a vocabulary of 31"),
-        (None, [[0.5]], {}, "ids must be integers"),
-        (None, [[1]], {"window": 3}, "layer 0 sees 6 tokens before it, and the cache keeps 3"),
-        (None, [[1]], {"window": 6}, "layer 1 sees all tokens before it, and the cache keeps 6"),
-        (CacheSizes(2, 4, 8), [[1]], {}, "make it with KVCache.make"),
-        (None, [[1]], {"dtype": "bfloat16"}, "the cache keeps bfloat16, and the model computes in float64"),
-    ],
-)
-def test_a_step_that_does_not_fit_is_refused_and_the_cache_is_as_it_was(sizes, ids, options, message):
-    model = model_of("features")
-    kept = KVCache.make(sizes or model.config, 1, 24, **{"dtype": "float64"} | options)
-    for function in (decode_step, prefill_prompts):
-        with pytest.raises(ValueError, match=message):
-            function(model, torch.tensor(ids), kept)
-    assert kept.lengths.tolist() == [0]
-    assert (kept.positions == -1).all()
 
 
 def test_no_token_of_a_prompt_is_taken_from_its_padding():
