@@ -118,3 +118,11 @@ def test_the_values_of_an_identity_give_the_weights_of_attention(framework):
     exact = np.exp(np.where(np.tri(9, dtype=bool)[None, :, None], scores, -np.inf))
     exact /= exact.sum(-1, keepdims=True)
     np.testing.assert_allclose(framework.numpy(weights), exact, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_block_is_not_rounded_to_the_dtype_of_its_inputs(framework, dtype):
+    q, k, v = (framework.array(x, dtype) for x in np.random.default_rng(0).standard_normal((3, 1, 6, 2, 8)))
+    out, lse = framework.compiled(framework.attend_block)(q, k, v)
+    assert {str(x.dtype).removeprefix("torch.") for x in (out, lse)} == {"float32"}
+    assert (out != framework.array(framework.array(out, dtype), "float32")).any()

@@ -55,37 +55,28 @@ OF_HEADS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("name", "arguments", "message"),
     [
-        *OF_HEADS,
-        ({"head": W[0]}, r"head must be \[vocab, 3\] .*, got \[3\]"),
-        ({"logits": X[0, 0], "labels": np.ones((), int)}, r"logits must be \[batch, tokens, vocab\], got \[3\]"),
-        ({"chunk": None}, "chunk is a number of tokens, an int of at least 1, got None"),
-        ({"reduction": "none"}, 'reduction must be "mean" or "sum", over all labels of all ranks, got \'none\''),
+        *((name, *row) for name in ("loss", "token_log_probs") for row in OF_HEADS),
+        ("loss", {"head": W[0]}, r"head must be \[vocab, 3\] .*, got \[3\]"),
+        ("loss", {"logits": X[0, 0], "labels": np.ones((), int)}, r"logits must be \[batch, tokens, vocab\], got \[3\]"),
+        ("loss", {"chunk": None}, "chunk is a number of tokens, an int of at least 1, got None"),
+        ("loss", {"reduction": "none"}, 'reduction must be "mean" or "sum", over all labels of all ranks, got \'none\''),
+        ("token_log_probs", {"labels": Y.astype(np.float32)}, "labels must have an integer dtype, .* got float32"),
+        ("token_log_probs", {"labels": Y > 0, "head": W}, "labels must have an integer dtype, .* got bool"),
+        (
+            "token_log_probs",
+            {"logits": X.astype(np.int32)},
+            "logits and hidden states must have one of the dtypes bfloat16, .* got int32",
+        ),
+        ("token_log_probs", {"temperature": 0}, "temperature must be a finite Python number above 0, got 0"),
+        ("token_log_probs", {"temperature": None}, "temperature must be a finite Python number above 0, got None"),
     ],
 )
-def test_what_makes_no_loss_is_refused(framework, arguments, message):
-    given = framework.arrays({"logits": X, "labels": Y} | arguments)
-    given |= {"axis_name": None} if framework.name == "jax" else {}
+def test_what_has_no_loss_or_log_probs_is_refused(framework, name, arguments, message):
+    given = framework.arrays({"logits": X, "labels": Y} | arguments) | (framework.no_ring if name == "loss" else {})
     with pytest.raises(ValueError, match=message):
-        framework.loss(given.pop("logits"), given.pop("labels"), **given)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        *OF_HEADS,
-        ({"labels": Y.astype(np.float32)}, "labels must have an integer dtype, .* got float32"),
-        ({"labels": Y > 0, "head": W}, "labels must have an integer dtype, .* got bool"),
-        ({"logits": X.astype(np.int32)}, "logits and hidden states must have one of the dtypes bfloat16, .* got int32"),
-        ({"temperature": 0}, "temperature must be a finite Python number above 0, got 0"),
-        ({"temperature": None}, "temperature must be a finite Python number above 0, got None"),
-    ],
-)
-def test_what_has_no_log_probs_is_refused(framework, arguments, message):
-    given = framework.arrays({"logits": X, "labels": Y} | arguments)
-    with pytest.raises(ValueError, match=message):
-        framework.token_log_probs(given.pop("logits"), given.pop("labels"), **given)
+        getattr(framework, name)(given.pop("logits"), given.pop("labels"), **given)
 
 
 @pytest.mark.parametrize(
