@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ring_attn_torch import DilatedAttention, DilatedRingAttention, MultiheadAttention, dilated_attention, to_layout
+from ring_attn_torch import DilatedAttention, DilatedRingAttention, dilated_attention
 from ring_attn_torch.variants.dilated import COMPILES
 
 from ..support.selection import first
@@ -55,46 +53,6 @@ def check_draws(draws, results, truth) -> None:
             distance = (got[name] - x).norm() / max(x.norm(), 0.01)
             assert distance < 1e-11, f"{name} differs by {distance:.3g}\n{drawn}"
     assert masked > 2
-
-
-def test_the_signatures_are_torchs_with_more_behind():
-    for name in ("__init__", "forward"):
-        ours, theirs = (inspect.signature(getattr(kind, name)).parameters for kind in (DilatedAttention, nn.MultiheadAttention))
-        assert list(ours)[: len(theirs)] == list(theirs)
-        differing = {p.name for p in theirs.values() if p.default != ours[p.name].default}
-        assert differing == ({"need_weights"} if name == "forward" else set())
-        assert all(p.kind is p.KEYWORD_ONLY for p in list(ours.values())[len(theirs) :])
-
-
-def test_torchs_state_dict_goes_in_and_comes_back_equal():
-    made = {"embed_dim": 12, "num_heads": 2, "kdim": 5, "vdim": 7, "add_bias_kv": True}
-    theirs, ours = nn.MultiheadAttention(**made), DilatedAttention(**made, **TWO)
-    ours.load_state_dict(theirs.state_dict())
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    assert all(torch.equal(x, theirs.state_dict()[name]) for name, x in ours.state_dict().items())
-    theirs.load_state_dict(ours.state_dict())
-    MultiheadAttention(**made).load_state_dict(ours.state_dict())
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_torchs_encoder_layer_runs_over_the_ring(gloo, grad):
-    torch.manual_seed(0)
-    x = torch.randn(2, 16, 12)
-    layer = nn.TransformerEncoderLayer(12, 2, 24, dropout=0.0, batch_first=True).eval()
-    mask = nn.Transformer.generate_square_subsequent_mask(16)
-    expected = layer(x, src_mask=mask, is_causal=True).detach()
-    for rank, got in enumerate(gloo(4, encoded_on_rank, layer.state_dict(), x, mask, grad)):
-        torch.testing.assert_close(got, to_layout(expected, "contiguous", 4).chunk(4, 1)[rank])
-
-
-def encoded_on_rank(group: Group, state: dict[str, Tensor], x: Tensor, mask: Tensor, grad: bool) -> Tensor:
-    """This rank's output of an encoder layer that was copied, in training with gradients and in inference without."""
-    assert group is not None
-    layer = nn.TransformerEncoderLayer(12, 2, 24, dropout=0.0, batch_first=True)
-    layer.self_attn = DilatedAttention(**SIZES, **WHOLE, group=group)
-    layer.load_state_dict(state)
-    with torch.set_grad_enabled(grad):
-        return copy.deepcopy(layer).train(grad)(x.chunk(4, 1)[group.rank()], src_mask=mask, is_causal=True).detach()
 
 
 def test_tokens_that_all_patterns_leave_out_attend_to_nothing():

@@ -1,23 +1,26 @@
-"""MultiheadAttention over a ring is torch's own, or says by name what it refuses."""
+"""MultiheadAttention over a ring is torch's own, or says by name what it refuses; DilatedAttention has its form."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ring_attn_torch import MultiheadAttention, causal, from_layout, ring_attention, to_layout
+from ring_attn_torch import DilatedAttention, MultiheadAttention, causal, from_layout, ring_attention, to_layout
 
 from ..support.selection import first
 from ..support.spawn import PerRank
+from .dilated_layer import WHOLE
 from .multihead import Group, draw, over_a_ring, torchs_own
 
 SEEDS = list(range(64))
 SIZES = {"embed_dim": 12, "num_heads": 2, "batch_first": True}
+KINDS: dict[Any, dict[str, Any]] = {MultiheadAttention: {}, DilatedAttention: WHOLE}
 
 
 @pytest.mark.slow
@@ -55,23 +58,27 @@ def test_most_draws_are_computed_and_every_refusal_is_drawn():
     assert {drawn.query.ndim for drawn in computed} == {2, 3}
 
 
-def test_the_signatures_are_torchs_with_more_behind():
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_signatures_are_torchs_with_more_behind(kind):
     for name in ("__init__", "forward"):
-        ours, theirs = (inspect.signature(getattr(kind, name)).parameters for kind in (MultiheadAttention, nn.MultiheadAttention))
+        ours, theirs = (inspect.signature(getattr(of, name)).parameters for of in (kind, nn.MultiheadAttention))
         assert list(ours)[: len(theirs)] == list(theirs)
         differing = {p.name for p in theirs.values() if p.default != ours[p.name].default}
         assert differing == ({"need_weights"} if name == "forward" else set())
         assert all(p.kind is p.KEYWORD_ONLY for p in list(ours.values())[len(theirs) :])
 
 
-def test_torchs_state_dict_goes_in_and_comes_back_equal():
-    theirs = nn.MultiheadAttention(12, 2, kdim=5, vdim=7, add_bias_kv=True)
-    ours = MultiheadAttention(12, 2, kdim=5, vdim=7, add_bias_kv=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchs_state_dict_goes_in_and_comes_back_equal(kind):
+    made = {"kdim": 5, "vdim": 7, "add_bias_kv": True}
+    theirs, ours = nn.MultiheadAttention(12, 2, **made), kind(12, 2, **made, **KINDS[kind])
     ours.load_state_dict(theirs.state_dict())
     assert list(ours.state_dict()) == list(theirs.state_dict())
     assert all(torch.equal(x, theirs.state_dict()[name]) for name, x in ours.state_dict().items())
+    for other in (theirs, MultiheadAttention(12, 2, **made)):
+        other.load_state_dict(ours.state_dict())
     torch.manual_seed(1)
-    started = MultiheadAttention(**SIZES).state_dict()
+    started = kind(**SIZES, **KINDS[kind]).state_dict()
     torch.manual_seed(1)
     assert all(torch.equal(x, started[name]) for name, x in nn.MultiheadAttention(**SIZES).state_dict().items())
 
@@ -138,24 +145,26 @@ def test_dropout_is_ring_attentions():
     torch.testing.assert_close(out, module.out_proj(attended.flatten(2)))
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("grad", [True, False])
-def test_torchs_encoder_layer_runs_over_the_ring(gloo, grad):
+def test_torchs_encoder_layer_runs_over_the_ring(gloo, grad, kind):
     torch.manual_seed(0)
     x = torch.randn(2, 16, 12)
     layer = nn.TransformerEncoderLayer(12, 2, 24, dropout=0.0, batch_first=True).eval()
     mask = nn.Transformer.generate_square_subsequent_mask(16)
     expected = layer(x, src_mask=mask, is_causal=True).detach()
-    for rank, got in enumerate(gloo(4, encoded_on_rank, layer.state_dict(), x, mask, grad)):
-        torch.testing.assert_close(got, to_layout(expected, "zigzag", 4).chunk(4, 1)[rank])
+    for rank, got in enumerate(gloo(4, encoded_on_rank, layer.state_dict(), x, mask, grad, kind)):
+        layout = "contiguous" if kind is DilatedAttention else "zigzag"
+        torch.testing.assert_close(got, to_layout(expected, layout, 4).chunk(4, 1)[rank])
 
 
-def encoded_on_rank(group: Group, state: dict[str, Tensor], x: Tensor, mask: Tensor, grad: bool) -> Tensor:
+def encoded_on_rank(group: Group, state: dict[str, Tensor], x: Tensor, mask: Tensor, grad: bool, kind: Any) -> Tensor:
     """This rank's output of an encoder layer that was copied, in training with gradients and in inference without."""
     assert group is not None
     layer = nn.TransformerEncoderLayer(12, 2, 24, dropout=0.0, batch_first=True)
-    layer.self_attn = MultiheadAttention(**SIZES, group=group)
+    layer.self_attn = kind(**SIZES, **KINDS[kind], group=group)
     layer.load_state_dict(state)
-    x = to_layout(x, "zigzag", 4).chunk(4, 1)[group.rank()]
+    x = to_layout(x, "contiguous" if kind is DilatedAttention else "zigzag", 4).chunk(4, 1)[group.rank()]
     with torch.set_grad_enabled(grad):
         return copy.deepcopy(layer).train(grad)(x, src_mask=mask, is_causal=True).detach()
 
