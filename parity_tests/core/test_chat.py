@@ -79,14 +79,23 @@ def tokenizer_in(folder: Path, template: str | None = CHATML, **config: Any) -> 
 
 
 def write(folder: Path, chats: list[Any] = CHATS, kind: str = ".jsonl") -> Path:
+    return write_rows(folder, [{"messages": chat} for chat in chats], kind)
+
+
+def write_rows(folder: Path, rows: list[dict[str, Any]], kind: str = ".jsonl") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     if kind == ".jsonl":
-        (folder / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    else:
-        pa = pytest.importorskip("pyarrow")
-        import pyarrow.parquet as parquet  # type: ignore[import-not-found]
+        (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return folder
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet  # type: ignore[import-not-found]
 
-        parquet.write_table(pa.table({"messages": chats}), folder / "chats.parquet")
+    table = pa.Table.from_pylist(rows)
+    if kind == ".parquet":
+        parquet.write_table(table, folder / "chats.parquet")
+    else:
+        with pa.ipc.new_stream(folder / "chats.arrow", table.schema) as stream:
+            stream.write_table(table)
     return folder
 
 

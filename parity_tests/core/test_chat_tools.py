@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from .test_chat import CHATML, theirs, tokenizer_in, tokens_of
+from .test_chat import CHATML, theirs, tokenizer_in, tokens_of, write_rows
 
 for package in ("tokenizers", "jinja2", "transformers"):
     pytest.importorskip(package)
@@ -72,23 +72,6 @@ PLAIN: list[Any] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "co
 TOOLS: list[Any] = [WEATHER, CLOCK]
 
 
-def write(folder: Path, rows: list[dict[str, Any]], kind: str = ".jsonl") -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    if kind == ".jsonl":
-        (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        return folder
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as parquet  # type: ignore[import-not-found]
-
-    table = pa.Table.from_pylist(rows)
-    if kind == ".parquet":
-        parquet.write_table(table, folder / "chats.parquet")
-    else:
-        with pa.ipc.new_stream(folder / "chats.arrow", table.schema) as stream:
-            stream.write_table(table)
-    return folder
-
-
 def as_texts(chat: list[Any]) -> list[Any]:
     """Return the chat with the arguments of tool calls as JSON texts, as OpenAI's API has them."""
     copy = json.loads(json.dumps(chat))
@@ -120,7 +103,7 @@ def test_ids_and_labels_of_chats_with_tools_are_transformers(form: str, kind: st
     tokenizer = tokenizer_in(tmp_path / "tokenizer", marked() if marks_parts else UNMARKED)
     marks = tokenizer_in(tmp_path / "marks", marked())
     chat, tools, none = FORMS[form]
-    folder = write(tmp_path / "data", [{"messages": chat, "tools": tools}, {"messages": PLAIN, "tools": none}], kind)
+    folder = write_rows(tmp_path / "data", [{"messages": chat, "tools": tools}, {"messages": PLAIN, "tools": none}], kind)
     want = [theirs(marks, chat, tools=of, return_assistant_tokens_mask=True) for chat, of in ((CHAT, TOOLS), (PLAIN, None))]
     for _ in range(2):  # tokenised, then from the cache
         ids, labels = tokens_of(folder, tokenizer=tokenizer, chat="assistant", length=2048)
@@ -135,7 +118,7 @@ def test_only_the_assistants_words_and_calls_have_labels(tmp_path: Path):
     from tokenizers import Tokenizer
 
     tokenizer = tokenizer_in(tmp_path / "tokenizer", UNMARKED)
-    folder = write(tmp_path / "data", [{"messages": CHAT, "tools": TOOLS}])
+    folder = write_rows(tmp_path / "data", [{"messages": CHAT, "tools": TOOLS}])
     _, (labels,) = tokens_of(folder, tokenizer=tokenizer, chat="assistant", length=2048)
     decode = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).decode
     calls = [{"name": "weather", "arguments": {"city": "Zürich"}}, {"name": "clock", "arguments": {"zone": "CET"}}]
@@ -154,7 +137,7 @@ def test_chats_with_tools_take_the_template_for_them(in_a_file: bool, tmp_path: 
     else:
         named = [{"name": "tool_use", "template": UNMARKED}, {"name": "default", "template": CHATML}]
         tokenizer = tokenizer_in(tokenizer, None, chat_template=named)
-    folder = write(tmp_path / "data", [{"messages": CHAT, "tools": TOOLS}, {"messages": PLAIN}])
+    folder = write_rows(tmp_path / "data", [{"messages": CHAT, "tools": TOOLS}, {"messages": PLAIN}])
     ids, labels = tokens_of(folder, tokenizer=tokenizer, chat="assistant", length=2048)
     assert ids == [theirs(tokenizer, chat, tools=of)["input_ids"] for chat, of in ((CHAT, TOOLS), (PLAIN, None))]
     alike = tokenizer_in(tmp_path / "alike", UNMARKED)
@@ -188,6 +171,6 @@ WRONG: dict[str, tuple[str, Any, Any, str]] = {
 @pytest.mark.parametrize(("template", "chat", "tools", "words"), WRONG.values(), ids=WRONG)
 def test_tools_that_make_no_text_are_refused_in_words(template: str, chat: Any, tools: Any, words: str, tmp_path: Path):
     tokenizer = tokenizer_in(tmp_path / "tokenizer", template)
-    folder = write(tmp_path / "data", [{"messages": chat, "tools": tools}])
+    folder = write_rows(tmp_path / "data", [{"messages": chat, "tools": tools}])
     with pytest.raises(ValueError, match=words):
         tokens_of(folder, tokenizer=tokenizer, chat="assistant")
