@@ -18,6 +18,7 @@ from ring_attn_jax import DilatedRingAttention, dilated_attention_fn
 
 from ..support.selection import first
 from .ring import mesh_of
+from .test_adapters import qkv
 
 TWO: dict[str, Any] = {"segments": (3, 8), "dilations": (1, 2)}
 ONE: dict[str, Any] = {"segments": (3,), "dilations": (1,)}
@@ -115,10 +116,6 @@ def test_an_explicit_mesh_need_not_divide_the_tokens():
     mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
     got, expected = (jax.jit(dilated_attention_fn(mesh=of, **ONE))(*qkv(1, tokens=7)) for of in (mesh, mesh_of(1)))
     np.testing.assert_allclose(got, expected, atol=1e-6)
-
-
-def qkv(*batch: int, tokens: int = 8) -> tuple[jax.Array, ...]:
-    return tuple(jax.random.normal(key, (*batch, tokens, 2, 4)) for key in jax.random.split(jax.random.key(1), 3))
 
 
 @pytest.mark.exhaustive
