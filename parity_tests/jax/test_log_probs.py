@@ -77,7 +77,7 @@ def test_log_probs_of_hidden_states_take_some_chunks_of_logits():
     assert held <= 4.5 * chunk + 4 * (ROWS + WORDS) * 16 * 4
 
 
-X, W, Y = jnp.ones((2, 4, 3)), jnp.ones((7, 3)), jnp.ones((2, 4), jnp.int32)
+X, Y = jnp.ones((2, 4, 3)), jnp.ones((2, 4), jnp.int32)
 
 
 def test_a_traced_ignore_index_is_refused_in_words():

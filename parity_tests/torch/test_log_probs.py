@@ -79,9 +79,6 @@ def test_log_probs_of_hidden_states_take_some_chunks_of_logits():
     assert allocated <= 2.6 * chunk + 2 * (hidden.nbytes + head.nbytes)
 
 
-X, W, Y = torch.ones(2, 4, 3), torch.ones(7, 3), torch.ones(2, 4, dtype=torch.long)
-
-
 @pytest.mark.parametrize("given", ["hidden", "logits"])
 @pytest.mark.parametrize("of", [loss, lambda *x, **named: token_log_probs(*x, entropy=True, **named)[0].sum()])
 def test_a_second_derivative_raises_instead_of_being_dropped(of, given):
