@@ -26,7 +26,7 @@ from .support.models import LENGTH, TRANSFORMER, VOCAB, assert_near, token_ids, 
 from .support.published import LOOKED_AT, MODELS, TOKENS, config_of, ids, logits_of, recorded, their_model, weights_of
 from .support.selection import first, one_of_each
 from .support.spawn import PerRank
-from .torch.models import rank_in, ranks_of
+from .torch.models import rank_in, ranks_of, shard_fully
 
 pytest.importorskip("safetensors")
 
@@ -209,12 +209,7 @@ def wrapped_on_rank(group: Any, kind: str, weights: dict[str, np.ndarray], folde
         model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
         model = torch.compile(model, backend="eager")
     else:
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.fsdp import fully_shard
-
-        for block in model.blocks:
-            fully_shard(block, mesh=DeviceMesh.from_group(group, "cpu"))
-        fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+        shard_fully(group, *model.blocks, model)
     ring_attn_torch.save_weights(model, folder, group=group)
 
 

@@ -96,3 +96,14 @@ def ranks_of(group: Group) -> int:
 
 def rank_in(group: Group) -> int:
     return 0 if group is None else dist.get_rank(group)
+
+
+def shard_fully(group: Group, *modules: nn.Module) -> None:
+    """Shard the weights of modules over the ranks by FSDP2, one group of weights for each."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    assert group is not None
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for module in modules:
+        fully_shard(module, mesh=mesh)

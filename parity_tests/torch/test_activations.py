@@ -30,7 +30,7 @@ from ring_attn_torch.ring.strategies import ring as hops
 from ..support.models import PACKED, TRANSFORMER, packed_batch, token_ids, transformer_weights
 from ..support.selection import first
 from ..support.spawn import Ranks
-from .models import Group, gradients, step
+from .models import Group, gradients, shard_fully, step
 
 LITTLE = ["recompute", "offload"]
 
@@ -264,14 +264,10 @@ def test_nobody_uses_what_is_not_yet_copied(monkeypatch):
 
 def sharded_on_rank(group: dist.ProcessGroup, activations: str) -> list[np.ndarray]:
     """The gradients, made whole, of a model whose parameters FSDP shards."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
     model = from_numpy(RingTransformer(**TRANSFORMER, group=group, activations=activations), transformer_weights())
-    mesh = DeviceMesh.from_group(group, "cpu")
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh)
+    shard_fully(group, *model.blocks, model)
     with patch.object(autograd.loop, "forward", wraps=autograd.loop.forward) as rings:
         ids = torch.from_numpy(token_ids()[0][:, :18])
         F.cross_entropy(model(ids).flatten(0, 1), ids.flatten().long(), reduction="sum").backward()

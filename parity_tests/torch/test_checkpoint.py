@@ -16,6 +16,7 @@ from ring_attn_torch import Checkpoints, RingTransformer
 from ..support import warm
 from ..support.models import TRANSFORMER
 from ..support.programs import environment
+from .models import shard_fully
 
 STEPS = 5
 
@@ -176,12 +177,9 @@ def test_a_run_killed_at_every_step_of_its_saves_ends_in_the_same_bits(tmp_path)
 
 def sharded_on_rank(group: Any, folder: Path, first: int, last: int) -> dict[str, Any]:
     """Whole weights and moments after steps of a training with FSDP2, all ranks with the same batch."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(first)
     model: Any = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.ReLU(), torch.nn.Linear(5, 1))  # 5 and 1 over 2 and 4 ranks
-    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    shard_fully(group, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     with torch.no_grad():  # after this FSDP2's root holds gathered weights, which are not the optimizer's
         model(torch.ones(3, 7))

@@ -36,7 +36,7 @@ from ..support.generation import (
 )
 from ..support.selection import one_of_each
 from ..support.spawn import PerRank
-from .models import Group
+from .models import Group, shard_fully
 
 
 def model_of(name: str, group: Group = None, dtype: str = "float64") -> RingTransformer:
@@ -240,11 +240,8 @@ def test_weights_that_are_split_over_ranks_are_refused(gloo):
 
 
 def split_on_rank(group: Group) -> str:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-
     model = model_of("grouped", group)
-    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))  # type: ignore[arg-type]
+    shard_fully(group, model)
     with pytest.raises(ValueError, match=r"is a DTensor, split over ranks by FSDP"):
         model.generate(PROMPTS, 1)
     return "it is"

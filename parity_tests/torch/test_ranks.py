@@ -13,13 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ring_attn_core import Run, causal, full
 from ring_attn_torch import RingTransformer, check_every_call, check_ranks, ring_attention, shard_batch
 from ring_attn_torch.ring import agreement
+
+from .models import shard_fully
 
 RANKS = 4
 
@@ -255,11 +257,8 @@ def test_modules_of_fsdp_are_compared(gloo):
 
 
 def of_fsdp(group):
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = DeviceMesh.from_group(group, "cpu")
     layer = model()
-    fully_shard(layer, mesh=mesh)
+    shard_fully(group, layer)
     check_ranks(layer, group)
     dict(layer.named_buffers())["1.running_mean"].add_(dist.get_rank())
     with pytest.raises(ValueError, match=r"^1 of \d+ .*1.running_mean"):

@@ -16,6 +16,7 @@ from ..support.models import apart
 from .hugging_face import Case, batch, in_float64, make
 from .hugging_face_generation import generated, prompts
 from .hugging_face_training import Run, all_trained, trained
+from .models import shard_fully
 from .test_transformers_training import near
 
 pytest.importorskip("peft")
@@ -42,17 +43,14 @@ def tuned(group: Any, folder: str) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Train an adapter, on a ring under FSDP2 unless ``group`` is None, and save it. Return its weights, and generated text."""
     from peft import LoraConfig, get_peft_model
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import register_fsdp_forward_method
 
     torch.set_grad_enabled(True)
     torch.manual_seed(1)
     model: Any = get_peft_model(make("llama"), LoraConfig(r=2, target_modules="all-linear"), autocast_adapter_dtype=False)
     model, ranks = model.double(), 1 if group is None else group.size()
     if group is not None:
-        mesh = DeviceMesh.from_group(group, "cpu")
-        for part in (*model.base_model.model.model.layers, model):
-            fully_shard(part, mesh=mesh)
+        shard_fully(group, *model.base_model.model.model.layers, model)
         register_fsdp_forward_method(model, "generate")
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     with nullcontext() if group is None else hf.sequence_parallel(model, group):

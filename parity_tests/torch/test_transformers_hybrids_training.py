@@ -13,7 +13,6 @@ pytest.importorskip("transformers", minversion="5.20", reason="RingTrainer needs
 pytest.importorskip("accelerate")
 
 import torch
-from torch.nn import functional as F
 
 import ring_attn_torch.transformers as hf
 from ring_attn_core.reference.tolerance import relative_error
@@ -22,7 +21,9 @@ from ring_attn_torch import sum_gradients
 from . import hugging_face_training
 from .hugging_face import in_float64
 from .hugging_face_training import Result, Run, trained
+from .models import shard_fully
 from .test_transformers_hybrids import GRADIENT, Case, batch, compare, make
+from .test_transformers_parallel import lora_gradients
 from .test_transformers_training import near
 
 pytestmark = pytest.mark.slow
@@ -34,15 +35,10 @@ def test_fsdp2_gets_the_gradients_of_each_document_alone(four: Any):
 
 
 def under_fsdp(group: Any) -> dict[str, np.ndarray]:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-
     torch.set_grad_enabled(True)
-    mesh, model = DeviceMesh.from_group(group, "cpu"), make("qwen3_5")
+    model = make("qwen3_5")
     model.gradient_checkpointing_enable()
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard_fully(group, *model.model.layers, model)
     with in_float64(), hf.sequence_parallel(model, group):
         loss = model(**batch("packed")).loss
         loss.backward()
@@ -61,26 +57,8 @@ def test_lora_of_linear_layers_gets_the_gradients_of_one_process(four: Any):
 
 
 def adapted(group: Any) -> dict[str, np.ndarray]:
-    from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
-
     torch.set_grad_enabled(True)
-    config = LoraConfig(r=2, target_modules=["in_proj", "q_proj"])
-    model = get_peft_model(make("bamba"), config, autocast_adapter_dtype=False).double()
-    generator, given = torch.Generator().manual_seed(1), batch("plain")
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora" in name:
-                p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.2)
-    with in_float64():
-        if group is None:
-            labels = F.pad(given.pop("labels")[:, 1:], (0, 1), value=-100)
-            logits = model(**given, use_cache=False).logits
-            F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-        else:
-            with hf.sequence_parallel(model, group):
-                model(**given).loss.backward()
-            sum_gradients(model, group)
-    return {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    return lora_gradients(group, make("bamba"), batch("plain"), ["in_proj", "q_proj"])
 
 
 @pytest.mark.exhaustive

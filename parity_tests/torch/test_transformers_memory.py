@@ -16,6 +16,7 @@ from ring_attn_torch.layers import offload
 from ring_attn_torch.ring import loop
 
 from .hugging_face import SMALL, VOCAB, Case, Outcome, batch, in_float64, make, rounding_of, truth
+from .models import shard_fully
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
 LLAMA, CHUNK = Case("llama"), 3
@@ -82,15 +83,9 @@ def test_the_loss_in_chunks_under_fsdp2_is_that_of_one_device(four: Any):
 
 def chunks_under_fsdp(group: Any, apart: bool) -> Outcome:
     """``apart``: the head is a group of weights of its own, gathered for its forward alone."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-
     torch.set_grad_enabled(True)
-    mesh = DeviceMesh.from_group(group, "cpu")
     model = make("llama", implementation="ring")
-    for part in [*model.model.layers, *([model.lm_head] if apart else [])]:
-        fully_shard(part, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard_fully(group, *model.model.layers, *([model.lm_head] if apart else []), model)
     with in_float64(), hf.sequence_parallel(model, group, loss_chunk=CHUNK):
         loss = model(**batch(LLAMA)).loss
         loss.backward()

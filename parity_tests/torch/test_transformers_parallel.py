@@ -21,6 +21,7 @@ from ring_attn_torch.transformers import attention
 from ring_attn_torch.transformers.masks import CallRing, LayerMask
 
 from .hugging_face import LENGTH, Case, batch, in_float64, make, rounding_of, truth
+from .models import shard_fully
 
 pytestmark = pytest.mark.slow
 LLAMA = Case("llama")
@@ -226,15 +227,9 @@ def test_weights_sharded_by_fsdp2_get_the_gradients_of_one_device(four: Any):
 
 
 def under_fsdp(group: Any) -> dict[str, np.ndarray]:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = DeviceMesh.from_group(group, "cpu")
     model = make("llama", implementation="ring")
     model._set_gradient_checkpointing()
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard_fully(group, *model.model.layers, model)
     with in_float64(), hf.sequence_parallel(model, group):
         model(**batch(LLAMA)).loss.backward()
     sum_gradients(model, group)
@@ -250,18 +245,22 @@ def test_lora_gets_the_gradients_of_one_device(four: Any):
 
 
 def adapted(group: Any, implementation: str) -> dict[str, np.ndarray]:
+    model = make("llama", implementation=implementation)
+    return lora_gradients(None if implementation == "eager" else group, model, batch(LLAMA), ["q_proj", "v_proj"])
+
+
+def lora_gradients(group: Any, model: Any, given: dict[str, Any], targets: list[str]) -> dict[str, np.ndarray]:
+    """Return those of drawn weights of LoRA, on a ring unless ``group`` is None."""
     from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
 
-    model = make("llama", implementation=implementation)
-    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]), autocast_adapter_dtype=False).double()
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=targets), autocast_adapter_dtype=False).double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "lora" in name:
                 p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.2)
-    given = batch(LLAMA)
     with in_float64():
-        if implementation == "eager":
+        if group is None:
             labels = F.pad(given.pop("labels")[:, 1:], (0, 1), value=-100)
             logits = model(**given, use_cache=False).logits
             F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()

@@ -22,6 +22,7 @@ from ring_attn_torch.transformers.attention import ACCELERATE_HOOK
 from ..support.models import apart
 from .hugging_face import make
 from .hugging_face_training import ROWS, TOKENS, Result, Rows, Run, all_trained, trained, tuned_by_trl
+from .models import shard_fully
 
 pytestmark = pytest.mark.slow
 NEAR = 1e-5
@@ -194,15 +195,10 @@ def test_a_model_trained_under_fsdp2_is_saved_and_comes_back(four: Any, tmp_path
 
 def sharded_and_saved(group: Any, folder: str) -> dict[str, np.ndarray]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
 
     torch.set_grad_enabled(True)
-    mesh = DeviceMesh.from_group(group, "cpu")
     model = make("llama", "float32")
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard_fully(group, *model.model.layers, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with hf.sequence_parallel(model, group):
         for row in range(2):
