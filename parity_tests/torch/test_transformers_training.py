@@ -268,6 +268,7 @@ def test_what_ring_trainer_takes_the_place_of_is_there():
         "compute_loss_context_manager": ["self"],
         "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
         "prediction_step": ["self", "model", "inputs", "prediction_loss_only", "ignore_keys"],
+        "get_train_dataloader": ["self"],
         "get_cp_size": ["self"],
         "get_tp_size": ["self"],
         "floating_point_ops": ["self", "inputs"],

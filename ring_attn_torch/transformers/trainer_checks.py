@@ -1,4 +1,4 @@
-"""What a Trainer on a ring refuses, by name."""
+"""The checks of a Trainer on a ring: each refusal names the argument, and what to pass."""
 
 from __future__ import annotations
 
