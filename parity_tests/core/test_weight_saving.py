@@ -158,10 +158,15 @@ def test_two_processes_that_save_at_once_and_one_that_loads_see_whole_saves(tmp_
     with ExitStack() as stack:  # which closes the pipes, whatever fails
         writers = [stack.enter_context(subprocess.Popen([*command, mine], **pipes)) for mine in ("2.0", "3.0")]
         while any(writer.poll() is None for writer in writers):
-            with opened_folder(tmp_path / "w") as held:
-                time.sleep(0.001)
-                x = held.files[held.folder / WEIGHTS].weights.get_tensor("a")
-                held.check_unwritten()
+            try:
+                with opened_folder(tmp_path / "w") as held:
+                    time.sleep(0.001)
+                    x = held.files[held.folder / WEIGHTS].weights.get_tensor("a")
+                    held.check_unwritten()
+            except ValueError as error:  # on a busy machine each try may find the folder replaced
+                if "times while it was read: load it when no process writes there" not in str(error):
+                    raise
+                continue
             assert {held.config["value"]} == set(np.unique(x).tolist())
             seen.append(held.config["value"])
         for writer in writers:
