@@ -30,6 +30,7 @@ def test_a_token_sees_its_ancestors_and_counts_them(seed: int, segments: int):
     assert [np.flatnonzero(row).tolist() for row in seen] == paths + [[]] * 3
     assert positions[0].tolist() == [len(path) - 1 for path in paths] + [0] * 3
     assert longest_path(trees_of(parents, lengths)) == max(map(len, paths))
+    assert trees_of(parents, lengths)[0].pairs == sum(map(len, paths))
 
 
 def test_the_drawings_on_top_of_the_files_are_true():

@@ -61,6 +61,11 @@ class Rollouts:
         return sum(self.counts) + len(self.counts) - sum(map(sum, self.lengths))
 
     @property
+    def pairs(self) -> tuple[int, ...]:
+        """Return the visible (query, key) pairs of each row under a causal mask, for :func:`plan_batches`."""
+        return tuple(each.pairs for each in map(Tree, *self.tree))
+
+    @property
     def longest_path(self) -> int:
         """Return the number of tokens in the longest rollout."""
         return longest_path(map(Tree, *self.tree))

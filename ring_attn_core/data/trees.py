@@ -44,6 +44,11 @@ class Tree(NamedTuple):
     def tokens(self) -> int:
         return sum(self.lengths)
 
+    @property
+    def pairs(self) -> int:
+        """Return the pairs of a query and a key that it sees: itself and its ancestors."""
+        return sum(n * depth + n * (n + 1) // 2 for n, depth in zip(self.lengths, self.depths(), strict=True))
+
     def depths(self) -> list[int]:
         """Return, for each segment, the position of its first token along the path from the root."""
         depths: list[int] = []

@@ -167,10 +167,15 @@ class TransformerConfig(AttentionFields):
 
     def cost(self) -> ComputeCost:
         """Return the compute of a token besides attention, in visible pairs of a layer, and each mask's share of the layers, for
-        :func:`plan_batches`. A pair takes ``4 * heads * head_dim`` FLOPs, a token 2 FLOPs for each weight of a matrix."""
+        :func:`plan_batches`. A pair takes ``4 * heads * head_dim`` FLOPs, a token 2 FLOPs for each weight of a matrix; in
+        recurrent layers also 2 for each number of the state, times the products with it."""
         inner, outer = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        weights = self.dim * (2 * inner + 2 * outer + 3 * self.hidden) + self.vocab * self.dim / self.depth
-        masks = Counter(layer_masks(self.mask, self.windows, self.depth))
+        mixers = [self.mixer(layer) for layer in range(self.depth)]
+        masks = Counter(mixer.mask for mixer in mixers if isinstance(mixer, AttentionConfig))
+        products = sum(
+            2 * self.dim * (inner + outer) if isinstance(mixer, AttentionConfig) else mixer.products for mixer in mixers
+        )
+        weights = 3 * self.dim * self.hidden + (self.vocab * self.dim + products) / self.depth
         return ComputeCost(weights / (2 * inner), tuple((mask, layers / self.depth) for mask, layers in masks.items()))
 
     def to_json(self) -> str:

@@ -47,6 +47,12 @@ class GatedDeltaNetConfig:
     def state_shapes(self) -> StateShapes:
         return (self.taps - 1, sum(self.parts)), (self.heads, self.key_dim, self.value_dim)
 
+    @property
+    def products(self) -> int:
+        """Return the multiplications of a token by weights and, three times, by the state: read by k, updated, read by q."""
+        inner = self.heads * self.value_dim
+        return self.dim * (sum(self.parts) + 2 * inner + 2 * self.heads) + 3 * inner * self.key_dim
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Config:
@@ -78,6 +84,12 @@ class Mamba2Config:
     @property
     def state_shapes(self) -> StateShapes:
         return (self.taps - 1, sum(self.parts)), (self.heads, self.head_dim, self.state)
+
+    @property
+    def products(self) -> int:
+        """Return the multiplications of a token by weights and, twice, by the state: updated, and read by C."""
+        inner = self.heads * self.head_dim
+        return self.dim * (sum(self.parts) + 2 * inner + self.heads) + 2 * inner * self.state
 
 
 def _fill(config: Any, **defaults: int | None) -> None:

@@ -3,10 +3,10 @@
 A microbatch is a packed row of ``ranks * tokens_per_rank`` tokens. Its balanced layout deals the documents to all ranks, so a
 short document stays on one rank and a long one lies on as many as it needs. The documents are distributed in three steps:
 
-1. The longest documents, 8 for each microbatch, go one by one, longest first, to the microbatch with the least compute so far
-   that has room (longest processing time first, Graham 1969).
-2. Each microbatch gets a number of tokens that the shorter documents shall fill: all then have the same compute, or are full.
-3. The shorter documents go, longest first, to the microbatches that miss most tokens, many at a time.
+1. The documents of most pairs, 8 for each microbatch, go one by one to the microbatch with the least compute so far that has
+   room (longest processing time first, Graham 1969).
+2. Each microbatch gets a number of tokens that the other documents shall fill: all then have the same compute, or are full.
+3. The other documents go, longest first, many at a time, to each microbatch in proportion to the tokens that it misses.
 
 If a document does not fit, best fit in order of decreasing length packs all documents anew, without regard to compute.
 """
@@ -30,7 +30,7 @@ from .balanced_layout import BalancedLayout
 from .documents import PackedDocuments, document_rows
 
 LONGEST = 8
-"""The number of documents for each microbatch that are placed one by one, longest first."""
+"""The number of documents for each microbatch that are placed one by one, first those of most pairs, last the shortest."""
 
 
 class ComputeCost(NamedTuple):
@@ -39,7 +39,7 @@ class ComputeCost(NamedTuple):
     token: float = 0.0
     """The compute of a token besides attention, such as the products with weights, in pairs."""
     masks: tuple[tuple[Band, float], ...] = ((causal(), 1.0),)
-    """The masks of the layers, each with its share of the layers."""
+    """The masks of attention, each with its share of all layers; recurrent layers have none."""
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,28 @@ class Batch:
     compute: float
     _ranks: int = field(repr=False)
     _seq_local: int = field(repr=False)
-    _masks: tuple[tuple[Band, float], ...] = field(repr=False)
+    _masks: tuple[tuple[Band, float], ...] | None = field(repr=False)
 
     @cached_property
     def layout(self) -> BalancedLayout:
-        """Return the balanced layout of the microbatch, with the same tokens a rank as all others. It is made on first use."""
-        made = balanced_layout(self.lengths, self._ranks, seq_local=self._seq_local, mask=dict(self._masks))
+        """Return the balanced layout of the microbatch, with the same tokens a rank as all others. It is made on first use.
+        Raise ValueError if ``plan_batches`` got ``pairs``."""
+        if self._masks is None:
+            raise ValueError(
+                "plan_batches got pairs=, so it does not know who sees whom in these documents: pass layout='balanced' to "
+                "shard_batch, with tree= or documents=, and ids padded to ranks * tokens_per_rank"
+            )
+        made = balanced_layout(self.lengths, self._ranks, seq_local=self._seq_local, mask=dict(self._masks) or None)
         return replace(made, length=self._ranks * self._seq_local)
 
     @cached_property
     def balance(self) -> float:
         """Return the largest compute of a rank divided by the mean compute; the token slots of all ranks are equal."""
         token = (self.compute - self.pairs) / max(sum(self.lengths), 1)
-        packed = PackedDocuments.of(self.lengths, dict(self._masks))
-        pairs = [work_of(packed, self.layout.held(rank)).pairs for rank in range(self._ranks)]
+        layout, pairs = self.layout, [0.0] * self._ranks
+        if self._masks:
+            packed = PackedDocuments.of(self.lengths, dict(self._masks))
+            pairs = [work_of(packed, layout.held(rank)).pairs for rank in range(self._ranks)]
         most, mean = max(pairs), sum(pairs) / len(pairs)
         slots = token * self._seq_local  # padding is computed too
         return (most + slots) / (mean + slots) if mean + slots else 1.0
@@ -100,23 +108,26 @@ class BatchPlan(list[Batch]):
 
 
 def plan_batches(
-    lengths: Sequence[int], ranks: int, tokens_per_rank: int, seed: int = 0, cost: float | ComputeCost | None = None
+    lengths: Sequence[int],
+    ranks: int,
+    tokens_per_rank: int,
+    seed: int = 0,
+    cost: float | ComputeCost | None = None,
+    pairs: Sequence[float] | None = None,
 ) -> BatchPlan:
     """Distribute the documents of a global batch over microbatches of ``ranks * tokens_per_rank`` tokens, with equal compute.
 
     ``lengths``: the tokens of each document. ``ranks``: the ranks of the ring, which hold every microbatch together; ranks that
     are data-parallel today join it. ``tokens_per_rank``: the tokens that a rank holds of each microbatch, padding included.
     ``seed``: decides the order of the microbatches and the places of equally long documents. ``cost``: the compute of a token
-    besides attention, in visible (query, key) pairs; ``config.cost()`` of a TransformerConfig, which knows windows too; or None:
-    pairs alone.
+    besides attention, in visible (query, key) pairs; ``config.cost()`` of a TransformerConfig, which knows windows and recurrent
+    layers too; or None: pairs alone. ``pairs``: the visible pairs of each document in a layer, if the masks do not tell, such as
+    ``rollouts.pairs`` for a prefix tree, or those of a document in which the tokens of an image see each other.
 
     Return a ``BatchPlan``, a list of ``Batch`` with the fields ``documents`` (indices into ``lengths``) and ``layout``
     (a BalancedLayout, made on first use). Each document lies whole in one microbatch. The number of microbatches is the least
     that holds the tokens, or, if documents do not fit into these whole, at most that of best fit by decreasing length. All have
     the same shapes. ``str(plan)`` says how even they are. The result depends on the arguments alone.
-
-    The cost counts masks and weights. It does not know prefix trees, images' blocks or the state of hybrid layers: the plan of
-    such documents holds as many tokens, but its compute is less even.
 
     Raise ValueError if an argument is invalid, or if a document is longer than a microbatch.
     """
@@ -131,15 +142,24 @@ def plan_batches(
             f"holds {capacity}: pass tokens_per_rank={-(-longest // ranks)} or more, or cut the document"
         )
     compute = cost_of(cost)
-    pairs, count = pairs_of(sizes, compute.masks), -(-int(sizes.sum()) // capacity)
-    dealt = deal(sizes, pairs, count, capacity, seed, compute.token)
+    visible = pairs_of(sizes, compute.masks) if pairs is None else _checked_pairs(pairs, sizes)
+    count = -(-int(sizes.sum()) // capacity)
+    dealt = deal(sizes, visible, count, capacity, seed, compute.token)
     if dealt is None:
         fitted = best_fit(sizes.tolist(), np.argsort(-sizes, kind="stable").tolist(), capacity)
         most = int(fitted.max()) + 1
         tried = sorted({count + -(-(most - count) * part // 8) for part in range(1, 9)} - {count})  # each takes a whole deal
-        wider = (deal(sizes, pairs, bins, capacity, seed, compute.token) for bins in tried)
+        wider = (deal(sizes, visible, bins, capacity, seed, compute.token) for bins in tried)
         dealt = next((x for x in wider if x is not None), fitted)
-    return make_plan(sizes, pairs, dealt, ranks, tokens_per_rank, compute)
+    order, counts, masks = np.argsort(dealt, kind="stable"), np.bincount(dealt), compute.masks if pairs is None else None
+    tokens, in_batches = (np.bincount(dealt, x) for x in (sizes, visible))
+    work, plan = (in_batches + compute.token * tokens).tolist(), BatchPlan()
+    indices, ordered, end = order.tolist(), sizes[order].tolist(), 0
+    for number, held in enumerate(counts.tolist()):
+        begin, end = end, end + held
+        parts = tuple(indices[begin:end]), tuple(ordered[begin:end])
+        plan.append(Batch(*parts, float(in_batches[number]), work[number], ranks, tokens_per_rank, masks))
+    return plan
 
 
 def cost_of(cost: Any) -> ComputeCost:
@@ -165,28 +185,14 @@ def pairs_of(sizes: np.ndarray, masks: Iterable[tuple[Band, float]]) -> np.ndarr
     return total
 
 
-def make_plan(
-    sizes: np.ndarray, pairs: np.ndarray, dealt: np.ndarray, ranks: int, seq_local: int, cost: ComputeCost
-) -> BatchPlan:
-    """Return the plan in which document i is in microbatch ``dealt[i]``."""
-    order, counts = np.argsort(dealt, kind="stable"), np.bincount(dealt)
-    tokens, visible = (np.bincount(dealt, x) for x in (sizes, pairs))
-    compute, plan = (visible + cost.token * tokens).tolist(), BatchPlan()
-    indices, lengths, end = order.tolist(), sizes[order].tolist(), 0
-    for number, held in enumerate(counts.tolist()):
-        begin, end = end, end + held
-        parts = tuple(indices[begin:end]), tuple(lengths[begin:end])
-        plan.append(Batch(*parts, float(visible[number]), compute[number], ranks, seq_local, cost.masks))
-    return plan
-
-
 def deal(sizes: np.ndarray, pairs: np.ndarray, count: int, capacity: int, seed: int, token: float) -> np.ndarray | None:
     """Return the microbatch, 0 to ``count - 1``, of each document, with about equal compute; None if one does not fit.
     ``pairs``: visible pairs by document. ``token``: compute of a token in pairs."""
     draw = np.random.RandomState(seed % 2**32).random_sample  # NumPy freezes the numbers that a RandomState draws
-    order = np.lexsort((draw(len(sizes)), -sizes))
+    order = np.lexsort((draw(len(sizes)), -sizes, -pairs))
     dealt = np.empty(len(sizes), np.int64)
     long, short = np.split(order, [LONGEST * count])
+    short = short[np.argsort(-sizes[short], kind="stable")]
     density = float(pairs[short].sum() / max(sizes[short].sum(), 1))  # each token that a long document leaves has so many pairs
     used, compute = np.zeros(count, np.int64), np.zeros(count)
     placed = _place_long(sizes[long].tolist(), (pairs[long] - density * sizes[long]).tolist(), count, capacity)
@@ -197,14 +203,15 @@ def deal(sizes: np.ndarray, pairs: np.ndarray, count: int, capacity: int, seed: 
     np.add.at(compute, placed, pairs[long] + token * sizes[long])
     room, tokens = capacity - used, int(sizes[short].sum())
     spare = (room.sum() - tokens) / (2 * count)  # half of the padding: documents do not fill a microbatch to the last token
-    dealt[short] = _place_short(sizes[short], _water(compute, np.maximum(room - spare, 0), tokens, density + token))
+    missing = _water(compute, np.maximum(room - spare, 0), tokens, density + token)
+    dealt[short] = _place_short(sizes[short], missing)
     if (np.bincount(dealt, sizes, count) > capacity).any():
         return None
     return np.argsort(draw(count))[dealt]
 
 
 def _place_long(sizes: list[int], compute: list[float], count: int, capacity: int) -> list[int] | None:
-    """Return the microbatch of each document, given longest first: that of least compute with room; None if none has room."""
+    """Return the microbatch of each document, in their order: that of least compute with room; None if none has room."""
     heap, placed = [(0.0, -capacity, number) for number in range(count)], []  # compute, minus the room, microbatch
     for tokens, cost in zip(sizes, compute, strict=True):
         full = []
@@ -234,21 +241,22 @@ def _water(compute: np.ndarray, room: np.ndarray, tokens: int, cost: float) -> n
 
 def _place_short(sizes: np.ndarray, missing: np.ndarray) -> np.ndarray:
     """Return the microbatch of each document, given longest first. ``missing``: tokens that each microbatch shall get.
-    In a round, the microbatches that miss most get several documents each, dealt to and fro. The last go one by one."""
-    placed, begin, count, owed = np.empty(len(sizes), np.int64), 0, len(missing), -missing
+    In a round, an eighth of the documents, ordered so that neighbours are of all sizes, is cut in proportion to what each misses
+    that has room for two of them. The last go one by one, each to the microbatch that misses most."""
+    placed, begin, count, left = np.empty(len(sizes), np.int64), 0, len(missing), missing.copy()
     while len(sizes) - begin > LONGEST * count:
-        each = max(1, (len(sizes) - begin) // (32 * count))
-        enough = np.count_nonzero(owed <= -each * sizes[begin])
-        takers = owed.argsort(kind="stable")[: max(1, count // 4, enough)]
-        part = slice(begin, min(begin + each * len(takers), len(sizes)))
-        dealt = placed[part] = np.concatenate([takers, takers[::-1]] * -(-each // 2))[: part.stop - begin]
-        owed += np.bincount(dealt, sizes[part], count)
-        begin = part.stop
-    heap = [(tokens, number) for number, tokens in enumerate(owed.tolist())]
+        row, column = np.divmod(np.arange((len(sizes) - begin) // (LONGEST * count) * count), count)
+        part = begin + np.where(row % 2, count - 1 - column, column).argsort(kind="stable")  # as if dealt to and fro
+        tokens, roomy = sizes[part], np.where(left >= 2 * sizes[begin], left, 0)
+        middles, needed = tokens.cumsum() - tokens / 2, (roomy if roomy.any() else np.maximum(left, 0)).cumsum()
+        placed[part] = np.minimum(needed.searchsorted(middles * (needed[-1] / tokens.sum())), count - 1)
+        left -= np.bincount(placed[part], tokens, count)
+        begin += len(part)
+    heap = [(-tokens, number) for number, tokens in enumerate(left.tolist())]
     heapq.heapify(heap)
     for document, tokens in enumerate(sizes[begin:].tolist(), begin):
-        left, number = heap[0]
-        heapq.heapreplace(heap, (left + tokens, number))
+        owed, number = heap[0]
+        heapq.heapreplace(heap, (owed + tokens, number))
         placed[document] = number
     return placed
 
@@ -277,3 +285,16 @@ def _checked(lengths: Any) -> np.ndarray:
             raise ValueError(f"lengths are {what}, such as [4096, 512], got {in_words(lengths)}")
         found = np.array(rows[0])
     return found.astype(np.int64)
+
+
+def _checked_pairs(pairs: Any, sizes: np.ndarray) -> np.ndarray:
+    found = np.asarray(pairs) if isinstance(pairs, list | tuple | np.ndarray) else None
+    if found is None or found.shape != sizes.shape or found.dtype.kind not in "iuf":
+        got = in_words(pairs) if found is None else f"{found.dtype} {list(found.shape)}"
+        raise ValueError(f"pairs must be a list with a number for each of {len(sizes)} documents, got {got}")
+    right = (found >= 0) & (found <= sizes.astype(float) ** 2)
+    if not right.all():
+        at = int(right.argmin())
+        what = f"the visible pairs of document {at} of {int(sizes[at])} tokens, at most as many as its square"
+        raise ValueError(f"pairs[{at}] must be {what}, got {in_words(found[at].item())}")
+    return found.astype(float)
