@@ -27,14 +27,14 @@ def takes(record: Callable[P, Record]) -> Callable[[Callable[[Self, Record], T]]
         def call(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> T:
             return method(self, record(*args, **kwargs))
 
-        own, of_record = inspect.signature(method), inspect.signature(constructor)
-        first, (_, *taken) = next(iter(own.parameters.values())), of_record.parameters.values()
+        own, record_signature = inspect.signature(method), inspect.signature(constructor)
+        first, (_, *taken) = next(iter(own.parameters.values())), record_signature.parameters.values()
         call.__signature__ = own.replace(parameters=[first, *taken])  # type: ignore[attr-defined]
         return call
 
     return of_fields
 
 
-def extract(record: type[Record], of: Any) -> Record:
-    """Make an instance of the dataclass ``record``: copy each field that the object ``of`` has as an attribute."""
-    return record(**{x.name: getattr(of, x.name) for x in fields(record) if hasattr(of, x.name)})  # type: ignore[arg-type]
+def extract(record: type[Record], source: Any) -> Record:
+    """Make an instance of the dataclass ``record``: copy each field that the object ``source`` has as an attribute."""
+    return record(**{x.name: getattr(source, x.name) for x in fields(record) if hasattr(source, x.name)})  # type: ignore[arg-type]

@@ -127,9 +127,9 @@ def keep_mask(seed: int, rate: float, batch: int, heads: int, q_pos: Any, k_pos:
         product = a * np.uint64(constant)
         return product >> np.uint64(32), product & np.uint64(WORD)
 
-    of_q, which = place_of_query(wide(q_pos)[:, None])
-    of_k, turn = place_of_key(wide(k_pos))
+    q_slot, which = place_of_query(wide(q_pos)[:, None])
+    k_slot, turn = place_of_key(wide(k_pos))
     b, h = wide(np.arange(batch) + offset[0])[:, None, None, None], wide(np.arange(heads) + offset[1])[:, None, None]
     key = philox_key((np.uint64(seed_words(seed)[0]), np.uint64(seed_words(seed)[1])), b, h, multiply)
-    words = philox2x32((of_q, of_k), key, multiply)
+    words = philox2x32((q_slot, k_slot), key, multiply)
     return number(np.where(which == 0, *words), turn) >= threshold(rate)

@@ -36,12 +36,12 @@ def add_newest(known: dict[T, Any], record: T, value: Any = None, most: int | No
 
 def hashed_once(record: type[T]) -> type[T]:
     """Make a frozen dataclass cache its hash on the instance at first use. Pickles do not contain the hash."""
-    of_fields = record.__hash__
+    hash_fields = record.__hash__
 
     def __hash__(self: T) -> int:
         known = self.__dict__.get(HASH)
         if known is None:
-            known = self.__dict__[HASH] = of_fields(self)
+            known = self.__dict__[HASH] = hash_fields(self)
         return known
 
     def __getstate__(self: T) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Sampling:
         for i in range(*counts) if len(counts) == 1 else range(not counts):
             temperature, k, p = (x[i] if isinstance(x, tuple) else x for x in (self.temperature, self.top_k, self.top_p))
             if _any(self.temperature):
-                k, p = (x if isinstance(of, tuple) else None for x, of in ((k, self.top_k), (p, self.top_p)))
+                k, p = (x if isinstance(setting, tuple) else None for x, setting in ((k, self.top_k), (p, self.top_p)))
             if not temperature and (k, p) != (None, None):
                 raise ValueError(
                     f"temperature=0 takes the most probable token, and top_k={k}, top_p={p} have no effect on it"

@@ -79,8 +79,8 @@ def attend_block(
 
 def block_state(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, runs: tuple[Run, Run]) -> State:
     decision = compile_call(problem_of(q, k, v, arrays, 1, options), any_position=True, ahead=True)
-    of_q, of_k = ((0, _int32(run.length), _int32(run.start), run.stride) for run in runs)
-    fields: Any = row(of_q, of_k, options.mask.clamped(FARTHEST), q.shape[1], k.shape[1])
+    q_row, k_row = ((0, _int32(run.length), _int32(run.start), run.stride) for run in runs)
+    fields: Any = row(q_row, k_row, options.mask.clamped(FARTHEST), q.shape[1], k.shape[1])
     rows = jnp.stack([jnp.asarray(field, jnp.int32) for field in fields])[None, None]
     inputs, rows = vary_alike((), OpInputs.of(q, k, v, arrays), rows)
     (inputs,) = reverse_only(inputs)
@@ -148,8 +148,8 @@ def _gradients(inputs: OpInputs, rows: jax.Array, total: State, dtotal: State, d
     def backward(inputs: OpInputs, rows: jax.Array, total: State, dtotal: State) -> OpInputs:
         (q, k, v, arrays), backend = inputs, decision.backend
         keys, score = decision.pack_keys(k, v, arrays), decision.score_with(arrays)
-        of_q = backend.backward_inputs(q, keys, rows, score, total, dtotal)
-        dq, dkv = backend.attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)
+        query = backend.backward_inputs(q, keys, rows, score, total, dtotal)
+        dq, dkv = backend.attend_backward(query, keys, rows, score, None, lambda: None, last=True)
         dk, dv = dkv if isinstance(dkv, tuple) else jnp.split(dkv, [k.shape[-1]], -1)
         return OpInputs(dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), Arrays())
 

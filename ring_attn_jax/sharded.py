@@ -166,12 +166,12 @@ class ShardedAxes(NamedTuple):
         batch = self.batch_axes or None
         tokens, heads = PartitionSpec(batch, self.axis_name), PartitionSpec(self.head_axis)
         keys = PartitionSpec(batch, self.axis_name, None if kv_heads == 1 else self.head_axis)
-        of_optional = {"extents": tokens, "key_extents": tokens, "key_mask": tokens, "sinks": heads, "alibi_slopes": heads}
+        optional = {"extents": tokens, "key_extents": tokens, "key_mask": tokens, "sinks": heads, "alibi_slopes": heads}
         return {
             "q": PartitionSpec(*tokens, *heads),
             "k": keys,
             "v": keys,
-            **of_optional,
+            **optional,
             "dropout_seed": PartitionSpec(),
             "positions": PartitionSpec(),
         }
@@ -179,10 +179,10 @@ class ShardedAxes(NamedTuple):
 
 def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: ShardedAxes, return_lse: bool = False) -> Any:
     """Compute ``sharded_ring_attention`` from arguments packed into records. ``v``: None if the values are columns of k."""
-    of_v, options = k if v is None else v, options.in_ring(where.ranks)
-    dtype_names(q, k, of_v)
+    values, options = k if v is None else v, options.in_ring(where.ranks)
+    dtype_names(q, k, values)
     where = where.seen_in(q)
-    check_shards(q, k, of_v, where)
+    check_shards(q, k, values, where)
     for array in described(arrays._replace(dropout_seed=None, positions=None)._asdict()):
         check_array(array, q.shape, k.shape)
     if arrays.positions is None:
@@ -222,9 +222,9 @@ def _compiled(
         out, lse = attend(inputs, where, *settings)
         return (out, lse) if return_lse else out
 
-    of_inputs = dict(specs)
-    of_results = (of_inputs["q"], of_inputs["q"]) if return_lse else of_inputs["q"]
-    return jax.jit(jax.shard_map(on_shards, mesh=where.mesh, in_specs=(of_inputs,), out_specs=of_results, check_vma=not mapped))
+    input_specs = dict(specs)
+    result = (input_specs["q"], input_specs["q"]) if return_lse else input_specs["q"]
+    return jax.jit(jax.shard_map(on_shards, mesh=where.mesh, in_specs=(input_specs,), out_specs=result, check_vma=not mapped))
 
 
 def _first(axes: str | tuple[str, ...] | None, local: int) -> jax.Array:

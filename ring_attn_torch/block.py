@@ -154,8 +154,8 @@ def _backward(
     (dout, dlse, *_), (q, k, v, *total) = cotangents, saved
     keys, rows, score, backend = _block(q, k, v, Arrays(*arrays), counts, call, backward=True)
     with torch.autocast(q.device.type, enabled=False):
-        of_q = backend.backward_inputs(q, keys, rows, score, State(*total), State(dout, dlse))
-        dq, dkv = backend.attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)
+        query = backend.backward_inputs(q, keys, rows, score, State(*total), State(dout, dlse))
+        dq, dkv = backend.attend_backward(query, keys, rows, score, None, lambda: None, last=True)
     return dq.to(q.dtype), *separate_gradients(dkv, k, v)
 
 
@@ -184,11 +184,11 @@ def _block(
     problem = problem_of(q, k, v, arrays, 1, options)
     decision = compile_call(problem, any_position=True)
     decision = decision.backward if backward else decision
-    of_q, of_k = (0, q_length, q_start, stride), (0, k_length, k_start, stride)
+    q_row, k_row = (0, q_length, q_start, stride), (0, k_length, k_start, stride)
     look = problem.device == "cpu" and not backward
     if look and arrays.extents is not None:
-        check_extents(arrays.extents.long(), [of_q], FARTHEST)
+        check_extents(arrays.extents.long(), [q_row], FARTHEST)
     if look and arrays.key_extents is not None:
-        check_key_extents(arrays.key_extents.long(), [of_k], FARTHEST)
-    rows = ((row(of_q, of_k, options.mask, q.shape[1], k.shape[1]),),)
+        check_key_extents(arrays.key_extents.long(), [k_row], FARTHEST)
+    rows = ((row(q_row, k_row, options.mask, q.shape[1], k.shape[1]),),)
     return decision.pack_keys(k, v, arrays), rows, decision.score_with(arrays), decision.backend

@@ -156,10 +156,10 @@ def _run_cell(pool: Pool, sweep: Sweep, cell: list[Contestant], tell: Tell) -> t
             if not (error.everywhere and ALL in sweep.named and each.variant.user is None):
                 raise ValueError(f"{each.variant.name} {error}") from None
             refused.append(SkippedVariant(each.variant.name, each.framework, (each.ranks,), str(error)))
-    whole = {each: join(of, ORACLES[each.variant.oracle].sharded, each.case.plan(each.ranks)) for each, of in outcomes.items()}
+    whole = {each: join(ran, ORACLES[each.variant.oracle].sharded, each.case.plan(each.ranks)) for each, ran in outcomes.items()}
     tell("float64 truth")
     truths: dict[object, Truth] = {}
-    rows = {each: _judge(each, of[0].cotangents, whole, truths) for each, of in outcomes.items()}
+    rows = {each: _judge(each, ran[0].cotangents, whole, truths) for each, ran in outcomes.items()}
     ask = lambda each, kind: pool.ask(each.framework, each.request(kind))
     peaks = {each: ask(each, "memory") for each in outcomes}
     seconds: dict[Contestant, list[float]] = {each: [] for each in outcomes}
@@ -170,7 +170,7 @@ def _run_cell(pool: Pool, sweep: Sweep, cell: list[Contestant], tell: Tell) -> t
             seconds[each].append(max(ask(each, "time")))
     for each in outcomes:
         ask(each, "forget")
-    total = {each: None if None in of else sum(of) for each, of in peaks.items()}
+    total = {each: None if None in ran else sum(ran) for each, ran in peaks.items()}
     return [replace(row, seconds=tuple(seconds[each]), peak_bytes=total[each]) for each, row in rows.items()], refused
 
 

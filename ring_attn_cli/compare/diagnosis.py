@@ -78,8 +78,8 @@ def diagnose(e: Evidence, attention: bool = True) -> list[str]:
     ``attention``: True if ``ring_attention`` computed the arrays; other variants are tested for fewer causes."""
     if not e.missed:
         return []
-    of_out = (find_scale, find_mask) if "out" in e.missed else ()
-    for find in (find_nan, *((*of_out, find_dtype) if attention else ())):
+    out_causes = (find_scale, find_mask) if "out" in e.missed else ()
+    for find in (find_nan, *((*out_causes, find_dtype) if attention else ())):
         if words := find(e):
             return [words]
     found = [find_lost_gradient(e, name, attention) for name in e.missed if name.startswith("d")]

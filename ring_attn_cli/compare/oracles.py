@@ -92,8 +92,8 @@ def _attention_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[st
     part = "" if arrays["q"].shape == inputs.arrays["q"].shape else "the first batch row and the query heads of key head 0"
     if part and case.batch > 1:  # the gradient of a sink is a sum over all rows
         right = right._replace(dsinks=None)
-    of_sinks = {} if right.dsinks is None else {"dsinks": bound_of_sinks(rough, right, arrays, case.dtype)}
-    return replace(make_truth(by_name(right), by_name(rough), case.dtype, **of_sinks), part=part)
+    sink_bounds = {} if right.dsinks is None else {"dsinks": bound_of_sinks(rough, right, arrays, case.dtype)}
+    return replace(make_truth(by_name(right), by_name(rough), case.dtype, **sink_bounds), part=part)
 
 
 def first_heads(case: Case, inputs: GlobalArrays, cotangents: Collection[str], whole: bool = False) -> Arrays:
@@ -181,9 +181,9 @@ def _dilated_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[str]
 
 
 def _summary_inputs(case: Case) -> GlobalArrays:
-    of_attention = _attention_inputs(case)
+    inputs = _attention_inputs(case)
     (pool,) = case.normal(7, (case.summaries, case.kv_heads, case.head_dim))
-    return GlobalArrays(of_attention.arrays | {"pool": pool}, (*of_attention.leaves, "pool"), of_attention.cotangents)
+    return GlobalArrays(inputs.arrays | {"pool": pool}, (*inputs.leaves, "pool"), inputs.cotangents)
 
 
 def _summary_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[str]) -> Truth:

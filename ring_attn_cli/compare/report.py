@@ -171,12 +171,12 @@ def _draw_lines(panels: Any, comparison: Comparison) -> None:
         lines.setdefault(", ".join([result.variant, TITLES[result.framework], *words]), []).append(result)
     values = list(dict.fromkeys(_value(result, axis) for result in results))
     numbers = all(isinstance(value, int) for value in values)
-    for number, (label, of_line) in enumerate(lines.items()):
-        x = [_value(result, axis) if numbers else values.index(_value(result, axis)) for result in of_line]
+    for number, (label, line_style) in enumerate(lines.items()):
+        x = [_value(result, axis) if numbers else values.index(_value(result, axis)) for result in line_style]
         style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "marker": "o", "markersize": 4, "label": label}
-        style["linestyle"] = "--" if of_line[0].framework == "jax" else "-"
-        panels[0].plot(x, [share(result) for result in of_line], **style)
-        panels[1].plot(x, [result.median_seconds * 1e3 for result in of_line], **style)
+        style["linestyle"] = "--" if line_style[0].framework == "jax" else "-"
+        panels[0].plot(x, [share(result) for result in line_style], **style)
+        panels[1].plot(x, [result.median_seconds * 1e3 for result in line_style], **style)
     for panel in panels:
         panel.set_yscale("log")
         panel.set_xlabel(axis.replace("_", " "))

@@ -46,7 +46,7 @@ def main(widths: tuple[tuple[int, int], ...] = WIDTHS) -> None:
         knobs.cache.dir = folder
         for worker in start(needed.values(), CAPABILITY):
             worker.wait()
-        size = sum(shipped.save(of, sources(), compile_here(of)) for of in needed)
+        size = sum(shipped.save(spec, sources(), compile_here(spec)) for spec in needed)
     print(f"{len(needed)} kernels, {size / 2**20:.1f} MiB in {shipped.FOLDER}")
 
 

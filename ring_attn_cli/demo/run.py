@@ -56,10 +56,12 @@ def find_frameworks(framework: str) -> tuple[list[str], list[str]]:
         raise ValueError(f"unknown framework {framework!r}: choose one of {', '.join(FRAMEWORKS)}")
     missing = {name: [package for package in NEEDS[name] if find_spec(package) is None] for name in FRAMEWORKS[framework]}
     remedy = 'run pip install "ring-attn[demo]"'
-    left_out = [f"{name} is left out, for {' and '.join(of)} is not installed: {remedy}" for name, of in missing.items() if of]
+    left_out = [
+        f"{name} is left out, for {' and '.join(gone)} is not installed: {remedy}" for name, gone in missing.items() if gone
+    ]
     if len(left_out) == len(missing):
         raise ValueError("; ".join(left_out))
-    return [name for name, of in missing.items() if not of], left_out
+    return [name for name, names in missing.items() if not names], left_out
 
 
 def compute(settings: DemoSettings, frameworks: list[str], console: Console) -> tuple[Comparison, dict[str, list[float]]]:

@@ -170,5 +170,5 @@ def _jax() -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _counted(devices: Iterable[tuple[str, int]]) -> tuple[str, ...]:
-    found = Counter(f"{name}, {f'compute capability {of / 10}' if of else 'no NVIDIA GPU'}" for name, of in devices)
+    found = Counter(f"{name}, {f'compute capability {level / 10}' if level else 'no NVIDIA GPU'}" for name, level in devices)
     return tuple(f"{count} x {device}" for device, count in found.items())

@@ -56,10 +56,10 @@ class Pass:
     def seconds(self, work: Work, continued: bool, slower: float = 1.0) -> float:
         """Return a step's predicted seconds; ``continued``: its online-softmax state comes from or goes to another step."""
         machine, load = self.machine, self.load
-        of_query = machine.backward_step if self.backward else machine.forward_step
-        of_query += machine.forward_state if continued and not self.backward else 0.0
+        query_step = machine.backward_step if self.backward else machine.forward_step
+        query_step += machine.forward_state if continued and not self.backward else 0.0
         products = load.operations(work.pairs)[self.backward] / self.rate * (slower if self.backward else 1.0)
-        return products + of_query * load.q * work.queries * load.head_dim / 128
+        return products + query_step * load.q * work.queries * load.head_dim / 128
 
     def work(self, shift: int) -> Work:
         """Return the work of the step at ``shift``: the maximum of each field of ``Work`` over the ranks in ``load.sample``."""

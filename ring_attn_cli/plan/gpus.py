@@ -46,7 +46,7 @@ class Machine:
 
     def link(self, ranks: int) -> float:
         """Return a link's bytes per second for ``ranks`` sending ranks, by the next larger measured number, or the largest."""
-        return next((rate for of, rate in self.links if of >= ranks), self.links[-1][1])
+        return next((rate for most, rate in self.links if most >= ranks), self.links[-1][1])
 
 
 H200 = Machine(

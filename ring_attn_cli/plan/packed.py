@@ -181,8 +181,8 @@ def _under_direct(documents: tuple[int, ...], mask: Band, ranks: int) -> tuple[l
     if not plan.exchanges:
         return sent, []
     share = plan.busiest() / (len(RingPlan(layout, mask, ranks, layout.seq_local).hops) * layout.seq_local)
-    of_ring = f"the busiest rank receives or sends {share:.0%} of the keys that a ring brings it"
-    return sent, [f'strategy "direct": {of_ring}; "auto" takes it up to {HALF:.0%}']
+    busiest = f"the busiest rank receives or sends {share:.0%} of the keys that a ring brings it"
+    return sent, [f'strategy "direct": {busiest}; "auto" takes it up to {HALF:.0%}']
 
 
 def _draw(

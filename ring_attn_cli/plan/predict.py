@@ -102,8 +102,8 @@ def load_of(problem: Problem, host_gpus: int) -> Load:
 
 def candidates(load: Load) -> Iterator[Strategy]:
     """Yield the strategies that can run the call: between GPUs of one host or of several."""
-    of_hosts = (Ulysses(ranks=load.local), TwoLevel(ranks=load.local)) if load.local > 1 else ()
-    for strategy in ("ring", "direct", "two_way", "gather", "ulysses", *(of_hosts if load.hosts > 1 else ("push",))):
+    between_hosts = (Ulysses(ranks=load.local), TwoLevel(ranks=load.local)) if load.local > 1 else ()
+    for strategy in ("ring", "direct", "two_way", "gather", "ulysses", *(between_hosts if load.hosts > 1 else ("push",))):
         if objection(strategy, load.plan.ranks, load.heads, load.kv_heads) is None:
             yield strategy
 

@@ -133,8 +133,8 @@ def check_scales(spec: CacheSpec, scales: Mapping[str, Any], read: Callable[[Any
             got = list(scale.shape) if hasattr(scale, "shape") else type(scale).__name__
             raise ValueError(f"{name} must be [layers, kv_heads] = {list(shape)}, got {got}")
         known = read(scale)
-        for layer, of_heads in enumerate([] if known is None else known.tolist()):
-            for head, x in enumerate(of_heads):
+        for layer, scales_of_layer in enumerate([] if known is None else known.tolist()):
+            for head, x in enumerate(scales_of_layer):
                 if not (x > 0 and math.isfinite(x)):
                     raise ValueError(f"{name}[{layer}, {head}]={x}: numbers are divided by it, so it must be finite and above 0")
 

@@ -60,7 +60,7 @@ def removed(lengths: Any, keep: Any, owners: Any, slots: Any, ranks: Any) -> Any
 
 def positions(layout: str, ranks: int, local: int) -> list[list[int]]:
     """Return the positions of each rank's tokens in a chunk, [ranks][local], in increasing order."""
-    return [[position for run in of_rank for position in run.positions()] for of_rank in _runs(layout, ranks, local)]
+    return [[position for run in runs for position in run.positions()] for runs in _runs(layout, ranks, local)]
 
 
 def _runs(layout: str, ranks: int, local: int) -> list[tuple[Run, ...]]:
@@ -77,10 +77,10 @@ def _runs(layout: str, ranks: int, local: int) -> list[tuple[Run, ...]]:
 
 def owners(layout: str, ranks: int, local: int) -> list[int]:
     """Return, for each position of a chunk of ``ranks * local`` tokens, the rank that holds it."""
-    of_position = {p: rank for rank, shard in enumerate(positions(layout, ranks, local)) for p in shard}
-    return [of_position[p] for p in range(ranks * local)]
+    owner = {p: rank for rank, shard in enumerate(positions(layout, ranks, local)) for p in shard}
+    return [owner[p] for p in range(ranks * local)]
 
 
 def held(layout: str, ranks: int, local: int, length: int) -> list[int]:
     """Count the tokens of each rank among the first ``length`` tokens of a chunk; they are the first ones of its shard."""
-    return [sum(run.before(length).length for run in of_rank) for of_rank in _runs(layout, ranks, local)]
+    return [sum(run.before(length).length for run in runs) for runs in _runs(layout, ranks, local)]

@@ -100,7 +100,7 @@ def appended(held: CachedRequests, tokens: int, valid: Any, earlier: Any, ops: A
     batch = len(held.lengths)
     ranks = xp.broadcast_to(ops.arange(spec.ranks, dtype=xp.int16)[None, :, None], append_indices.shape).reshape(batch, -1)
     token = ops.index(xp.where(taken, append_indices, tokens).reshape(batch, -1))
-    of_token = ops.scatter(ops.zeros((batch, tokens + 1), dtype=xp.int16), token, ranks)[:, :tokens]
+    owners = ops.scatter(ops.zeros((batch, tokens + 1), dtype=xp.int16), token, ranks)[:, :tokens]
     source = None
     if tokens > 1:
         source = ops.index(xp.where(here, append_index, 0))
@@ -112,17 +112,17 @@ def appended(held: CachedRequests, tokens: int, valid: Any, earlier: Any, ops: A
         "counts": held.counts + taken.sum(-1, dtype=xp.int32),
         "lengths": held.lengths + stored,
         **_written(held, here, slot_index, held.lengths[:, None] + append_index, ops),
-        **_recorded_owners(held, stored, of_token, ops),
+        **_recorded_owners(held, stored, owners, ops),
     }
 
 
-def prefilled(held: CachedRequests, chunk: Any, of_rank: Any, owners: Any, ops: ArrayOps) -> dict[str, Any]:
+def prefilled(held: CachedRequests, chunk: Any, places: Any, owners: Any, ops: ArrayOps) -> dict[str, Any]:
     """Return the arrays of a StepArrays by name, for a sharded chunk with ``chunk`` int32 [b] real tokens of each request.
-    ``of_rank`` int32 [ranks, tokens]: each rank's positions in the chunk. ``owners`` int16 [positions]: the rank of each."""
+    ``places`` int32 [ranks, tokens]: each rank's positions in the chunk. ``owners`` int16 [positions]: the rank of each."""
     spec, xp = held.spec, ops.xp
-    mine = of_rank[held.rank]
+    mine = places[held.rank]
     stored = held.fitting(chunk, spec.remembered - held.lengths, xp)
-    more = (of_rank[None] < stored[:, None, None]).sum(-1, dtype=xp.int32)
+    more = (places[None] < stored[:, None, None]).sum(-1, dtype=xp.int32)
     own = more[:, held.rank, None]
     writes = min(len(mine), spec.slots)
     skipped = 0 if spec.window is None else own - writes  # a window may keep the newest tokens of a chunk only
@@ -150,11 +150,11 @@ def _written(held: CachedRequests, here: Any, slot_index: Any, position: Any, op
     return {"slots": slots, "k_positions": ops.scatter(held.positions, slots, position)}
 
 
-def _recorded_owners(held: CachedRequests, chunk: Any, of_token: Any, ops: ArrayOps) -> dict[str, Any]:
+def _recorded_owners(held: CachedRequests, chunk: Any, owners: Any, ops: ArrayOps) -> dict[str, Any]:
     """Return the ranks of the newest tokens, and their indices in the ring buffer ``KVCache.owners``; the last is for padding.
-    ``chunk`` [b]: new tokens of each request. ``of_token`` [b, tokens]: the rank that owns each."""
-    remembered, tokens = held.spec.remembered, of_token.shape[1]
+    ``chunk`` [b]: new tokens of each request. ``owners`` [b, tokens]: the rank that owns each."""
+    remembered, tokens = held.spec.remembered, owners.shape[1]
     count = min(tokens, remembered)
     token = chunk[:, None] - count + ops.arange(count, dtype=ops.xp.int32)[None]
     slot = ops.xp.where(token >= 0, (held.lengths[:, None] + token) % remembered, remembered)
-    return {"owner_slots": ops.index(slot), "owners": ops.gather(of_token, ops.index(token.clip(0)))}
+    return {"owner_slots": ops.index(slot), "owners": ops.gather(owners, ops.index(token.clip(0)))}

@@ -39,7 +39,7 @@ def documents_of(settings: DatasetSettings) -> TokenizedDocuments:
 
 
 def _check_rows(files: Sequence[File], settings: DatasetSettings) -> None:
-    rows, texts = ([file.name for file in files if row_files.is_row_file(file) == of] for of in (True, False))
+    rows, texts = ([file.name for file in files if row_files.is_row_file(file) == wanted] for wanted in (True, False))
     if rows and texts:
         raise ValueError(
             f"{settings.folder} holds files of rows such as {rows[0]} and texts such as {texts[0]}: pass "
@@ -98,21 +98,21 @@ class Batches:
             yield arrays
 
     def arrays(self, number: int) -> BatchArrays:
-        of, rows = self.settings, self.index.batch(number)
-        dealt = of.deal([span.count for span in spans] for spans in rows)
-        runs = of.runs(dealt)
+        settings, rows = self.settings, self.index.batch(number)
+        dealt = settings.deal([span.count for span in spans] for spans in rows)
+        runs = settings.runs(dealt)
         where = np.concatenate([np.arange(run.start, run.start + run.stride * run.length, run.stride) for run in runs])
-        shape = of.batch_size, len(where)
-        ids, labels = np.zeros(shape, np.int32), np.full(shape, of.ignore_index, np.int32)
-        positions, extents = np.tile(where.astype(np.int32), (of.batch_size, 1)), np.zeros((*shape, 2), np.int32)
+        shape = settings.batch_size, len(where)
+        ids, labels = np.zeros(shape, np.int32), np.full(shape, settings.ignore_index, np.int32)
+        positions, extents = np.tile(where.astype(np.int32), (settings.batch_size, 1)), np.zeros((*shape, 2), np.int32)
         for row, spans in enumerate(rows):
             for read in reads(spans, runs):
                 slots, span = slice(read.slot, read.slot + read.count), read.span
                 tokens, following = self.reader.read(read)
                 ids[row, slots] = tokens
-                labels[row, read.slot : read.slot + read.labelled] = np.where(following < 0, of.ignore_index, following)
+                labels[row, read.slot : read.slot + read.labelled] = np.where(following < 0, settings.ignore_index, following)
                 extents[row, slots] = span.begin, span.begin + span.count
-        if of.restart_positions:
+        if settings.restart_positions:
             positions -= extents[..., 0]
         return BatchArrays(ids, labels, positions, extents, dealt, self._count_labels(number))
 

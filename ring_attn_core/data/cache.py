@@ -83,8 +83,8 @@ def _key(files: Sequence[File], settings: DatasetSettings, text: bytes | None) -
     tokenizer = None if text is None else sha256(text).hexdigest()
     end = None if settings.end is None else int(settings.end)
     templates = None if settings.chat is None or settings.tokenizer is None else template_files(settings.tokenizer)
-    of_files = [(file.name, file.size, file.modified) for file in files]
-    return _hash([INDEX_VERSION, tokenizer, end, settings.column, settings.chat, templates, of_files])[:32]
+    file_states = [(file.name, file.size, file.modified) for file in files]
+    return _hash([INDEX_VERSION, tokenizer, end, settings.column, settings.chat, templates, file_states])[:32]
 
 
 def _hash(json_value: Any) -> str:

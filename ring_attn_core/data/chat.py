@@ -147,8 +147,8 @@ class ChatTemplate:
     def _marked(self, chat: ChatRow, spans: list[Span], where: str) -> dict[int, list[Span]]:
         """Return for each assistant message, by number, its spans among ``spans``: those that the message adds to their count."""
         count = lambda end: len(_unmarked(self._write(chat._replace(messages=chat.messages[:end]), where))[1]) if end else 0
-        of_assistant = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        turns = {i: spans[count(i) : count(i + 1)] for i in of_assistant}
+        assistant = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        turns = {i: spans[count(i) : count(i + 1)] for i in assistant}
         if any(message.get("weight") == 0 for message in chat.messages) and [*chain(*turns.values())] != spans:
             raise self._untold(max(turns), where)
         return turns

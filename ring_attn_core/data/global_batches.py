@@ -102,9 +102,9 @@ class GlobalBatches(Index):
         return self._begin(epoch + 1) - self._begin(epoch)
 
     def _order_of(self, epoch: int) -> tuple[list[int], list[int]]:
-        of, capacity, ends = self._settings, self._settings.length, []
+        settings, capacity, ends = self._settings, self._settings.length, []
         every = range(len(self._lengths))
-        order = shuffled(len(every), "documents", of.seed, epoch) if of.shuffle else list(every)
+        order = shuffled(len(every), "documents", settings.seed, epoch) if settings.shuffle else list(every)
         rooms: list[int] = []
         for at, document in enumerate(order):
             size = self._lengths[document]
@@ -113,7 +113,7 @@ class GlobalBatches(Index):
                 ends.append(at)
                 rooms, fit = [], 0
             insort(rooms, (rooms.pop(fit) if fit < len(rooms) else capacity) - size)
-        if of.last == "pad" or (len(rooms) == self._parts and not rooms[-1]):
+        if settings.last == "pad" or (len(rooms) == self._parts and not rooms[-1]):
             ends.append(len(order))
         return order, ends
 

@@ -137,11 +137,11 @@ class Index:
     def _packed_rows(self, epoch: int) -> tuple[PackedRows, Sequence[int]]:
         """Return the packed rows of an epoch, and the order of the full ones; a last row that is not full comes after them."""
         if self._epoch is None or self._epoch[0] != epoch:
-            of, key = self._settings, (self._settings.seed, epoch)
-            documents = shuffled(len(self._lengths), "documents", *key) if of.shuffle else None
-            packed_rows = PackedRows(self._lengths, of.length, documents)
-            whole = packed_rows.tokens // of.length
-            order = shuffled(whole, "contexts", *key) if of.shuffle else range(whole)
+            settings, key = self._settings, (self._settings.seed, epoch)
+            documents = shuffled(len(self._lengths), "documents", *key) if settings.shuffle else None
+            packed_rows = PackedRows(self._lengths, settings.length, documents)
+            whole = packed_rows.tokens // settings.length
+            order = shuffled(whole, "contexts", *key) if settings.shuffle else range(whole)
             self._epoch = epoch, packed_rows, order
         return self._epoch[1:]
 
@@ -193,10 +193,9 @@ def _counted(batches: Any, index: Index, settings: DatasetSettings) -> int:
 
 def _decides(data: str, settings: DatasetSettings) -> dict[str, object]:
     """Return the documents' digest and some settings by name. These and the number of a batch determine the batch's tokens."""
-    of = settings
-    counts = {"length": int(of.length), "contexts_per_batch": int(of.rows), "seed": int(of.seed)}
-    whole = {} if of.batch_tokens is None else {"batch_tokens": int(of.batch_tokens)}
-    return {"data": data, **counts, "shuffle": of.shuffle, "last": of.last, **whole}
+    counts = {"length": int(settings.length), "contexts_per_batch": int(settings.rows), "seed": int(settings.seed)}
+    whole = {} if settings.batch_tokens is None else {"batch_tokens": int(settings.batch_tokens)}
+    return {"data": data, **counts, "shuffle": settings.shuffle, "last": settings.last, **whole}
 
 
 def _short(x: object) -> str:

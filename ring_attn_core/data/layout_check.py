@@ -61,24 +61,24 @@ def check_labels(labels: Any, ids: Any, documents: Any) -> None:
         )
 
 
-def mark_mismatches(extents: Any, tokens: Any, of_tree: bool) -> Any:
-    """Return bool [rows, tokens]: True if a nonempty extent is impossible at its token. Extents ``of_tree`` contain it; those of
+def mark_mismatches(extents: Any, tokens: Any, tree: bool) -> Any:
+    """Return bool [rows, tokens]: True if a nonempty extent is impossible at its token. Extents ``tree`` contain it; those of
     causal queries begin at or before it."""
     first, end = extents[..., 0], extents[..., 1]
     outside = first > tokens
-    if of_tree:
+    if tree:
         outside = outside | (end <= tokens)
     return (first < end) & outside
 
 
-def check_extents_match_layout(extents: Any, tokens: Any, of_tree: bool) -> None:
-    wrong = mark_mismatches(extents, tokens, of_tree)
+def check_extents_match_layout(extents: Any, tokens: Any, tree: bool) -> None:
+    wrong = mark_mismatches(extents, tokens, tree)
     if not wrong.any():
         return
     row, index = (int(i) for i in next(zip(*wrong.nonzero(), strict=True)))
     held = [int(x) for x in extents[row, index]]
     where = f"of row {row}, position {int(tokens[index])} is {held}"
-    if of_tree:
+    if tree:
         raise ValueError(
             f"the key extent {where}, and a token of a tree lies inside its own: {AGAIN}. Only a tree has a longest_path"
         )

@@ -76,17 +76,19 @@ class Reader:
 
     def _tokens(self, document: int, first: int, count: int, stride: int) -> np.ndarray:
         """Return int64 ids of ``count`` tokens from ``first`` on; the complement of a marked id, a negative number."""
-        of = self.documents[document]
-        dtype = np.dtype(of.dtype)
-        tokens = np.frombuffer(self._bytes(of, first, (count - 1) * stride + 1 if count else 0), dtype)[::stride]
+        file = self.documents[document]
+        dtype = np.dtype(file.dtype)
+        tokens = np.frombuffer(self._bytes(file, first, (count - 1) * stride + 1 if count else 0), dtype)[::stride]
         self.bytes_read += count * dtype.itemsize
-        if of.marked:
+        if file.marked:
             highest = 1 << (8 * dtype.itemsize - 1)
             wide = tokens.astype(np.int64)
             return np.where(wide & highest, ~(wide & ~highest), wide)
         if count and not 0 <= tokens.min() <= tokens.max() <= LARGEST:
             wrong = tokens[(tokens < 0) | (tokens > LARGEST)][0]
-            raise ValueError(f"{of.path} holds the id {wrong}: token ids are 0 to {LARGEST}, so write the array anew without it")
+            raise ValueError(
+                f"{file.path} holds the id {wrong}: token ids are 0 to {LARGEST}, so write the array anew without it"
+            )
         return tokens.astype(np.int64)
 
     def _bytes(self, document: Document, first: int, count: int) -> bytes:

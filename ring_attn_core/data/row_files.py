@@ -143,8 +143,12 @@ def _batches(pa: Any, file: File, rows: Any, columns: Sequence[str], what: str) 
         raise _without(file.path, column, schema.names)
     kind = schema.field(column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    of = pa.types
-    checks = (of.is_string, of.is_large_string, of.is_string_view) if what == "texts" else (of.is_list, of.is_large_list)
-    if not any(check(kind) for check in (*checks, of.is_null)):
+    types = pa.types
+    checks = (
+        (types.is_string, types.is_large_string, types.is_string_view)
+        if what == "texts"
+        else (types.is_list, types.is_large_list)
+    )
+    if not any(check(kind) for check in (*checks, types.is_null)):
         raise ValueError(f"{file.path}: column {column!r} must hold {what}, got {kind}: pass column=, that of the {what}")
     yield from batches()

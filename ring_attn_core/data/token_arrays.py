@@ -34,8 +34,8 @@ def _array(file: File, opened: BinaryIO) -> Document:
         if version not in ((1, 0), (2, 0)):
             raise ValueError(f"its format is version {version[0]}")
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, of = read(opened)
-        dtype, offset = of.str, opened.tell()
+        shape, _, kind = read(opened)
+        dtype, offset = kind.str, opened.tell()
         if not re.fullmatch(r"[<>|=]?[iu][1248]", dtype):
             raise ValueError(f"its dtype is {dtype!r}")
         if len(shape) != 1 or type(shape[0]) is not int or shape[0] < 0:

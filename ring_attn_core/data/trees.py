@@ -115,10 +115,10 @@ def longest_path(trees: Iterable[Tree]) -> int:
     return max(depth + length for tree in trees for depth, length in zip(tree.depths(), tree.lengths, strict=True))
 
 
-def tree_objection(mask: Band, key_extents: bool, longest: Any, alibi: bool, of_path: bool) -> str | None:
+def tree_objection(mask: Band, key_extents: bool, longest: Any, alibi: bool, path_positions: bool) -> str | None:
     """Return the reason why a layer cannot attend over the key extents of a tree, or None if it can.
     The layer replaces ``mask`` by :func:`causal`, so a mask that hides an ancestor is a reason. ``longest``: tokens of the
-    longest path, if passed. ``of_path``: False if the layer has a rotary embedding and no positions were passed."""
+    longest path, if passed. ``path_positions``: False if the layer has a rotary embedding and no positions were passed."""
     if longest is None:
         counting = "ALiBi slopes" if alibi else "a window" if mask.hi is not None or (mask.lo or 0) > 0 else None
         if not key_extents or counting is None:
@@ -136,7 +136,7 @@ def tree_objection(mask: Band, key_extents: bool, longest: Any, alibi: bool, of_
         return (
             "a tree came to a layer with ALiBi slopes, which count positions of the row, not of the path: use a rotary embedding"
         )
-    if not of_path:
+    if not path_positions:
         return "a tree came without positions, which count along the path from the root: pass positions=shard.positions"
     if mask.lo != 0:
         return f"a tree goes with causal layers, and this layer has mask={mask}: make it with mask=causal() or a window before"

@@ -221,7 +221,7 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
     for one pass of "hopper" the portable kernels."""
     from .call import call_of
 
-    of = f"for {problem.dtypes[0]} heads of {problem.q_shape[-1]} and {problem.v_shape[-1]}"
+    heads = f"for {problem.dtypes[0]} heads of {problem.q_shape[-1]} and {problem.v_shape[-1]}"
     automatic = problem.options.backend == "auto"
     failed: list[str] = []
     portable = _left_to_portable(problem)
@@ -244,17 +244,17 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
             return call
         reasons = "; ".join(f"in the {name} {reason}" for name, reason in found.items())
         if not automatic:
-            raise ValueError(f'backend={chosen!r} cannot run this: {reasons} ({of}). backend="blockwise" can')
-        of_portable = portable.issuperset(found)
-        name = "triton" if of_portable else chosen
-        if chosen == "hopper" and not of_portable and len(found) == 1:
+            raise ValueError(f'backend={chosen!r} cannot run this: {reasons} ({heads}). backend="blockwise" can')
+        takes_portable = portable.issuperset(found)
+        name = "triton" if takes_portable else chosen
+        if chosen == "hopper" and not takes_portable and len(found) == 1:
             portable |= frozenset(found)
             instead = f"backend='triton' runs the {next(iter(found))}"
         else:
             failed += [chosen, "triton"] if portable else [chosen]
             portable = frozenset()
             instead = f"backend={select(problem, 'auto', failed)!r} runs this"
-        warnings.warn(f"{name}: {reasons} ({of}). {instead} instead, slower", stacklevel=2)
+        warnings.warn(f"{name}: {reasons} ({heads}). {instead} instead, slower", stacklevel=2)
 
 
 def launches(problem: Problem) -> list[Launch]:
@@ -299,7 +299,7 @@ def _obstacles(call: RingCall, problem: Problem, passes: Collection[str]) -> dic
 
     _begin(call, problem, passes)
     launches = {name: _launches(call, problem, name) for name in passes}
-    found = {name: obstacle(of, problem.capability, problem.options.backend != "auto") for name, of in launches.items()}
+    found = {name: obstacle(launch, problem.capability, problem.options.backend != "auto") for name, launch in launches.items()}
     return {name: reason for name, reason in found.items() if reason is not None}
 
 

@@ -22,9 +22,9 @@ def stack_bytes(cubin: bytes) -> int:
 def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
     """Yield the name and content of each section, from the section header table (System V ABI)."""
     (table,) = struct.unpack_from("<Q", elf, 0x28)
-    width, count, of_names = struct.unpack_from("<HHH", elf, 0x3A)
+    width, count, names_at = struct.unpack_from("<HHH", elf, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", elf, table + width * index) for index in range(count)]
-    names = headers[of_names][4]
+    names = headers[names_at][4]
     for name, _, _, _, offset, size in headers:
         begin = names + name
         yield elf[begin : elf.index(b"\0", begin)].decode(), elf[offset : offset + size]

@@ -37,9 +37,9 @@ class Parameters(NamedTuple):
 class DescriptorCache(dict[int, bytes]):
     """The TMA descriptors of one array argument of a launch, by address; a lookup of a new address encodes a descriptor."""
 
-    def __init__(self, of: DescriptorFormat) -> None:
+    def __init__(self, descriptor: DescriptorFormat) -> None:
         super().__init__()
-        self._of = of
+        self._of = descriptor
 
     def __missing__(self, address: int) -> bytes:
         if len(self) >= MOST_ADDRESSES:
@@ -78,17 +78,17 @@ class BoundLaunch:
 def parameters(launch: Launch, kernel: Any) -> Parameters:
     """Return the parameters of a launch's compiled kernel. Leave out Triton's scratch memory: these kernels do not use it."""
     arguments, formats = dict(launch.arguments), iter(encodings(kernel))
-    of = Parameters([], [], [])
+    found = Parameters([], [], [])
     for x in (arguments[name] for name in kernel_function(launch.kernel).arg_names if name in arguments):
         if isinstance(x, Scalar):
-            of.values.append(x.value)
+            found.values.append(x.value)
         elif isinstance(x, Descriptor):
-            of.descriptors.append((len(of.values), x.name, DescriptorCache(descriptor_format(x, next(formats)))))
-            of.values.extend([b"", *x.shape, *x.strides])
+            found.descriptors.append((len(found.values), x.name, DescriptorCache(descriptor_format(x, next(formats)))))
+            found.values.extend([b"", *x.shape, *x.strides])
         else:
-            of.arrays.append((len(of.values), x.name))
-            of.values.append(0)
-    return of
+            found.arrays.append((len(found.values), x.name))
+            found.values.append(0)
+    return found
 
 
 def descriptor_format(x: Descriptor, encoding: Mapping[str, Any]) -> DescriptorFormat:

@@ -90,7 +90,7 @@ def start(launches: Iterable[Launch], capability: int, later: Iterable[Launch] =
                 wanted[launch.specialization(capability)] = at_once
     with _one_at_a_time:
         _find_cache()
-        missing = {of: at_once for of, at_once in wanted.items() if of not in _made and _from_cache(of) is None}
+        missing = {spec: at_once for spec, at_once in wanted.items() if spec not in _made and _from_cache(spec) is None}
         if len(missing) < 2:
             return []
         started = workers.start(missing, cache_folder())
@@ -101,16 +101,16 @@ def start(launches: Iterable[Launch], capability: int, later: Iterable[Launch] =
 def compiled(launch: Launch, capability: int) -> Any:
     """Compile a launch, without a GPU, for a compute capability such as 90, or wait for another process that compiles it. An
     error of Triton is cached and raised again; after OSError or MemoryError the next call compiles again."""
-    of = launch.specialization(capability)
-    made = _made.get(of)
+    spec = launch.specialization(capability)
+    made = _made.get(spec)
     if made is None:
         with _one_at_a_time:
-            made = _made.get(of)
+            made = _made.get(spec)
             if made is None:
                 _find_cache()
                 begun = len(_begun - _made.keys())
-                with _slow_notice(begun), workers.alone(of, cache_folder()), _slow_notice(not begun):
-                    made = _made[of] = compile_here(of)
+                with _slow_notice(begun), workers.alone(spec, cache_folder()), _slow_notice(not begun):
+                    made = _made[spec] = compile_here(spec)
     if isinstance(made, Exception):
         raise made
     return made
@@ -137,16 +137,16 @@ def _slow_notice(count: int) -> Iterator[None]:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def compile_here(of: Specialization) -> Any:
+def compile_here(spec: Specialization) -> Any:
     """Compile through Triton's cache, or a temporary folder if that cannot be written; return an error of Triton."""
     try:
         try:
-            return _triton_compile(of)
+            return _triton_compile(spec)
         except OSError as error:
             if error.errno not in NO_ROOM or _left:
                 raise
             _leave_cache(error)
-            return _triton_compile(of)
+            return _triton_compile(spec)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # Triton, LLVM and ptxas may raise anything
@@ -155,9 +155,9 @@ def compile_here(of: Specialization) -> Any:
 
 def is_cached(launch: Launch, capability: int) -> bool:
     """Return whether this process or Triton's cache has the kernel of a launch."""
-    of = launch.specialization(capability)
+    spec = launch.specialization(capability)
     with _one_at_a_time:
-        return of in _made or _from_cache(of) is not None
+        return spec in _made or _from_cache(spec) is not None
 
 
 @cache
@@ -173,28 +173,28 @@ class _NotCached(Exception):
     """Raised where a compilation would begin."""
 
 
-def _from_cache(of: Specialization) -> Any | None:
+def _from_cache(spec: Specialization) -> Any | None:
     """Read a kernel from Triton's cache into ``_made`` and return it; return None if it is not there or damaged."""
 
     def stop(*_: Any) -> None:
         raise _NotCached
 
     try:
-        _made[of] = made = _triton_compile(of, make_ir=stop)
+        _made[spec] = made = _triton_compile(spec, make_ir=stop)
     except Exception:  # what is wrong with it is said by ``compiled``
         return None
     return made
 
 
-def _triton_compile(of: Specialization, make_ir: Callable[..., Any] | None = None) -> Any:
+def _triton_compile(spec: Specialization, make_ir: Callable[..., Any] | None = None) -> Any:
     """Return a shipped kernel, or call Triton's compiler. ``make_ir``: called in place of its first stage."""
-    if (found := shipped.load(of, sources())) is not None:
+    if (found := shipped.load(spec, sources())) is not None:
         return found
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function, types, values = kernel_function(of.kernel), dict(of.signature), dict(of.constants)
+    function, types, values = kernel_function(spec.kernel), dict(spec.signature), dict(spec.constants)
     function.hash = sources()  # Triton's own depends on the kernels that the process has hashed before: no other one would match
     make = ASTSource
     if function.is_gluon():
@@ -212,13 +212,13 @@ def _triton_compile(of: Specialization, make_ir: Callable[..., Any] | None = Non
     if make_ir is not None:
         source.make_ir = make_ir
     options = {
-        "num_warps": of.warps,
-        "num_stages": of.stages,
+        "num_warps": spec.warps,
+        "num_stages": spec.stages,
         "enable_fp_fusion": True,
-        "ptx_version": PTX_VERSIONS.get(of.capability, 87),
+        "ptx_version": PTX_VERSIONS.get(spec.capability, 87),
     }
     with changed_for_products(triton_release()):
-        return triton.compile(source, target=GPUTarget("cuda", of.capability, 32), options=options)
+        return triton.compile(source, target=GPUTarget("cuda", spec.capability, 32), options=options)
 
 
 @cache

@@ -17,6 +17,6 @@ def main() -> None:
     jobs, knobs.cache.dir = pickle.load(sys.stdin.buffer)
     for _, lock in jobs:
         os.set_inheritable(lock, False)  # Triton's assembler would keep the lock of a killed worker
-    for of, lock in jobs:
-        compile_here(of)
+    for spec, lock in jobs:
+        compile_here(spec)
         unlock(lock)

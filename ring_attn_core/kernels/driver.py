@@ -93,23 +93,23 @@ def start(kernel: Kernel, grid: int, stream: int, parameters: LaunchBuffer) -> N
     check(status, "cuLaunchKernel")
 
 
-def encode(address: int, of: DescriptorFormat) -> bytes:
-    """Return the encoded TMA descriptor of the array at ``address`` in the format ``of``; TMA reads 0 outside of the array."""
+def encode(address: int, form: DescriptorFormat) -> bytes:
+    """Return the encoded TMA descriptor of the array at ``address`` in the format ``form``; TMA reads 0 outside of the array."""
     memory = ctypes.create_string_buffer(TENSOR_MAP + TENSOR_MAP_ALIGNMENT)
     begin = -ctypes.addressof(memory) % TENSOR_MAP_ALIGNMENT
-    rank = len(of.shape)
+    rank = len(form.shape)
     check(
         _driver().cuTensorMapEncodeTiled(
             ctypes.addressof(memory) + begin,
-            of.element,
+            form.element,
             rank,
             address,
-            _array(ctypes.c_uint64, of.shape),
-            _array(ctypes.c_uint64, of.strides),
-            _array(ctypes.c_uint32, of.block),
+            _array(ctypes.c_uint64, form.shape),
+            _array(ctypes.c_uint64, form.strides),
+            _array(ctypes.c_uint32, form.block),
             _array(ctypes.c_uint32, (1,) * rank),
             0,  # CU_TENSOR_MAP_INTERLEAVE_NONE
-            of.swizzle,
+            form.swizzle,
             L2_PROMOTION_128B,
             0,  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
         ),

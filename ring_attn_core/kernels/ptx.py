@@ -134,26 +134,26 @@ def changed_for_products(release: tuple[int, ...]) -> Iterator[None]:
                 runtime.add_stages_inspection_hook = _before
 
 
-def _add_stage(*of: Any) -> tuple[str, str] | None:
+def _add_stage(*arguments: Any) -> tuple[str, str] | None:
     """Act as Triton's ``add_stages_inspection_hook`` for the threads that compile our kernels, and call an earlier hook too.
     Without arguments, return two strings that become part of the cache key. With a backend and its stages, apply ``as_before`` to
     the PTX, and on Hopper assemble with the older ptxas if Triton ships one."""
     if threading.get_ident() not in _threads:
-        return _before(*of) if _before else None if of else ("", "")
+        return _before(*arguments) if _before else None if arguments else ("", "")
     older = older_assembler()
-    if not of:
+    if not arguments:
         key = sha256(Path(__file__).read_bytes()).hexdigest() + (older or "")
         before = _before() if _before else ("", "")
         return before[0] + key, before[1] + key
     if _before:
-        _before(*of)
-    backend, stages, options, _, capability = of
+        _before(*arguments)
+    backend, stages, options, _, capability = arguments
     make_ptx = stages["ptx"]
     stages["ptx"] = lambda source, metadata: as_before(make_ptx(source, metadata))
     if older and capability == 90:
-        of_old = copy(backend)
-        of_old.target = replace(backend.target, arch=OLDER_GPU)
-        stages["cubin"] = lambda source, metadata: of_old.make_cubin(source, metadata, options, capability)
+        older_backend = copy(backend)
+        older_backend.target = replace(backend.target, arch=OLDER_GPU)
+        stages["cubin"] = lambda source, metadata: older_backend.make_cubin(source, metadata, options, capability)
     return None
 
 

@@ -27,22 +27,22 @@ class ShippedKernel(NamedTuple):
     asm: dict[str, Any]
 
 
-def load(of: Specialization, sources: str) -> ShippedKernel | None:
+def load(spec: Specialization, sources: str) -> ShippedKernel | None:
     """Return the shipped kernel of these sources, or None if its file is missing or damaged."""
     try:
-        text, _, cubin = lzma.decompress(_file(of, sources).read_bytes()).partition(b"\0")
+        text, _, cubin = lzma.decompress(_file(spec, sources).read_bytes()).partition(b"\0")
         found = json.loads(text)
         return ShippedKernel(SimpleNamespace(**{name: found[name] for name in METADATA}), {"ptx": found["ptx"], "cubin": cubin})
     except (OSError, lzma.LZMAError, ValueError, KeyError):
         return None
 
 
-def save(of: Specialization, sources: str, kernel: Any) -> int:
+def save(spec: Specialization, sources: str, kernel: Any) -> int:
     """Write a kernel that Triton compiled, and return the bytes of its file."""
     found = {name: getattr(kernel.metadata, name, None) for name in METADATA} | {"ptx": kernel.asm["ptx"]}
     FOLDER.mkdir(exist_ok=True)
-    return _file(of, sources).write_bytes(lzma.compress(json.dumps(found).encode() + b"\0" + kernel.asm["cubin"], preset=9))
+    return _file(spec, sources).write_bytes(lzma.compress(json.dumps(found).encode() + b"\0" + kernel.asm["cubin"], preset=9))
 
 
-def _file(of: Specialization, sources: str) -> Path:
-    return FOLDER / f"{sha256(f'{of!r} {sources}'.encode()).hexdigest()[:32]}.xz"
+def _file(spec: Specialization, sources: str) -> Path:
+    return FOLDER / f"{sha256(f'{spec!r} {sources}'.encode()).hexdigest()[:32]}.xz"

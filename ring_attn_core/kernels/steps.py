@@ -38,11 +38,11 @@ def of_backward(call: RingCall, steps: int) -> Iterator[Launch]:
             yield hopper.backward(call, not call.packed)
             yield hopper.dq(call)
         else:
-            of_q, of_k = call.of_own_queries, call.of_own_keys
-            yield from lists(of_q, "dq")
-            yield from lists(of_k, "dkv")
-            yield dq(of_q, first, last)
-            yield dkv(of_k, first, not call.packed)
+            for_queries, for_keys = call.of_own_queries, call.of_own_keys
+            yield from lists(for_queries, "dq")
+            yield from lists(for_keys, "dkv")
+            yield dq(for_queries, first, last)
+            yield dkv(for_keys, first, not call.packed)
 
 
 def _ends(steps: int) -> list[tuple[bool, bool]]:
@@ -96,18 +96,18 @@ def lists(call: RingCall, kernel: str) -> tuple[Launch, ...]:
     """Return the launches that compute a Hopper kernel's inputs from extents or key extents, without ``extent_bounds``."""
     if not call.by_extents or not _takes(call, "forward" if kernel == "forward" else "backward"):
         return ()
-    of_keys = "key_extents" in call.array_names
+    by_keys = "key_extents" in call.array_names
     if kernel in ("backward", "dkv"):
         one_pass = hopper.queries(call), HOPPER_BACKWARD_KEYS
         sizes = one_pass if kernel == "backward" else (wide.tiles_of(call).dkv_block_q, wide.BLOCK_K)
-        found = _intervals(call, *sizes, whole=False) if of_keys else ()
+        found = _intervals(call, *sizes, whole=False) if by_keys else ()
         ranges = (extent_launches.key_ranges(call),) if "extents" in call.array_names else ()
         return *found, *ranges, extent_launches.query_tiles(call, *sizes)
     tiles = hopper.tiles_of_forward(call) if kernel == "forward" else wide.tiles_of(call)
     sizes = tiles.block_q, tiles.block_k
-    found = _intervals(call, *sizes, whole=True) if of_keys else (extent_launches.key_tiles(call, *sizes),)
+    found = _intervals(call, *sizes, whole=True) if by_keys else (extent_launches.key_tiles(call, *sizes),)
     found = *found, extent_launches.tile_order(call, tiles.block_q)
-    return *found, extent_launches.not_finite(call, of_values=kernel == "forward")
+    return *found, extent_launches.not_finite(call, values=kernel == "forward")
 
 
 def _intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> tuple[Launch, ...]:

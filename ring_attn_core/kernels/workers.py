@@ -30,19 +30,19 @@ def start(missing: Mapping[Specialization, bool], cache: str) -> dict[Specializa
     """Start workers that compile kernels into Triton's ``cache``, and return each kernel's worker. ``missing``: whether a kernel
     is needed at once; the others follow. Kernels that other processes compile are left out."""
     # The longest to compile first: those of Hopper.
-    ordered = sorted(missing, key=lambda of: (not missing[of], "hopper" not in of.kernel))
+    ordered = sorted(missing, key=lambda spec: (not missing[spec], "hopper" not in spec.kernel))
     jobs: list[tuple[Specialization, int]] = []
-    for of in ordered:
+    for spec in ordered:
         with suppress(BlockingIOError):
-            lock = _lock(of, cache)
+            lock = _lock(spec, cache)
             if lock is not None:
-                jobs.append((of, lock))
+                jobs.append((spec, lock))
     started = {}
     with suppress(OSError):  # no memory or no process is left: ``compiled`` compiles in its own process
-        at_once = sum(missing[of] for of, _ in jobs) or len(jobs)
+        at_once = sum(missing[spec] for spec, _ in jobs) or len(jobs)
         for first in range(count := min(at_once, os.cpu_count() or 1)):
             worker = _start_worker(jobs[first::count], cache)
-            started |= {of: worker for of, _ in jobs[first::count]}
+            started |= {spec: worker for spec, _ in jobs[first::count]}
     for _, lock in jobs:
         os.close(lock)  # the workers hold their own copies
     return started
@@ -65,12 +65,12 @@ def _start_worker(jobs: Sequence[tuple[Specialization, int]], cache: str) -> sub
 
 
 @contextmanager
-def alone(of: Specialization, cache: str) -> Iterator[None]:
+def alone(spec: Specialization, cache: str) -> Iterator[None]:
     """Wait until no other process of this host compiles a kernel, at most ``LIMIT`` seconds; hold its lock within the block."""
     lock, end = None, time.monotonic() + LIMIT
     while time.monotonic() < end:
         try:
-            lock = _lock(of, cache)
+            lock = _lock(spec, cache)
             break
         except BlockingIOError:
             time.sleep(INTERVAL)
@@ -80,7 +80,7 @@ def alone(of: Specialization, cache: str) -> Iterator[None]:
         unlock(lock)
 
 
-def _lock(of: Specialization, cache: str) -> int | None:
+def _lock(spec: Specialization, cache: str) -> int | None:
     """Lock a kernel's file and return its descriptor, or None without locks; raise BlockingIOError if it is locked."""
     file = None
     try:
@@ -88,7 +88,7 @@ def _lock(of: Specialization, cache: str) -> int | None:
 
         folder = Path(cache, "ring-attn-locks")
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / sha256(repr(of).encode()).hexdigest()[:32], os.O_RDWR | os.O_CREAT, 0o666)
+        file = os.open(folder / sha256(repr(spec).encode()).hexdigest()[:32], os.O_RDWR | os.O_CREAT, 0o666)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (ImportError, OSError) as error:
         if file is not None:

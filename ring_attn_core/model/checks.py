@@ -86,9 +86,9 @@ def check_activations(activations: str) -> None:
         raise ValueError(f"activations must be one of {', '.join(ACTIVATIONS)}, got {activations!r}")
 
 
-def check_auto_shard(auto_shard: bool, mask: Any, **of_shards: object) -> None:
+def check_auto_shard(auto_shard: bool, mask: Any, **arguments: object) -> None:
     if not auto_shard and mask is not None:
         raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
-    for name, x in of_shards.items():
+    for name, x in arguments.items():
         if auto_shard and x is not None:
             raise ValueError(f"{name} belongs to shards, and with auto_shard=True the model shards by itself: pass ids and mask")

@@ -139,8 +139,8 @@ class TransformerConfig(AttentionFields):
         filled["mixers"] = check_mixers(self.mixers, self.depth, self.mask, **for_layers)
         for name, value in filled.items():
             object.__setattr__(self, name, value)
-        for mask, of_layer in dict.fromkeys(zip(masks, self._layer_rotaries(), strict=True)):
-            self._attention(mask, of_layer)
+        for mask, layer_rotary in dict.fromkeys(zip(masks, self._layer_rotaries(), strict=True)):
+            self._attention(mask, layer_rotary)
 
     def attention(self, layer: int) -> AttentionConfig:
         """Return the attention config of layer ``layer``, counted from 0, with the mask and rotary embedding of this layer."""

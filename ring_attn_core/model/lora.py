@@ -75,8 +75,8 @@ class LoRA:
                 )
 
     def shapes(self, config: TransformerConfig) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-        of = {TARGETS[name]: widths(config)[name] for name in self.targets}
-        inside = {module: ((self.rank, inputs), (outputs, self.rank)) for module, (inputs, outputs) in of.items()}
+        sizes = {TARGETS[name]: widths(config)[name] for name in self.targets}
+        inside = {module: ((self.rank, inputs), (outputs, self.rank)) for module, (inputs, outputs) in sizes.items()}
         return {f"blocks.{layer}.{module}": shapes for layer in range(config.depth) for module, shapes in inside.items()}
 
 

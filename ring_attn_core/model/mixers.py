@@ -125,9 +125,9 @@ def first_decays(heads: int) -> dict[str, list[float]]:
     return {"A_log": [math.log(1 + 15 * x) for x in at], "dt_bias": [x + math.log(-math.expm1(-x)) for x in steps]}
 
 
-def check_mixers(mixers: Any, depth: int, mask: Band, **of_layers: Sequence[Any] | None) -> tuple[str, ...] | None:
+def check_mixers(mixers: Any, depth: int, mask: Band, **by_layer: Sequence[Any] | None) -> tuple[str, ...] | None:
     """Return a model's mixers as a tuple, None if all are attention. Raise ValueError if they are not one name for each layer, or
-    if beside a recurrent layer the mask is not causal() or windows or rotaries, ``of_layers``, have a value at that layer."""
+    if beside a recurrent layer the mask is not causal() or windows or rotaries, ``by_layer``, have a value at that layer."""
     if mixers is None:
         return None
     names = isinstance(mixers, Sequence) and not isinstance(mixers, str) and all(x in MIXERS for x in mixers)
@@ -143,7 +143,7 @@ def check_mixers(mixers: Any, depth: int, mask: Band, **of_layers: Sequence[Any]
             f"layer {recurrent[0]} is {mixers[recurrent[0]]}, which sees all earlier tokens and no later ones, and the mask is "
             f"{mask}: pass mask=causal(), and windows=[...] for attention layers that see fewer"
         )
-    for name, values in of_layers.items():
+    for name, values in by_layer.items():
         for layer in recurrent:
             if values is not None and values[layer] is not None:
                 raise ValueError(f"{name}[{layer}] must be None: layer {layer} is {mixers[layer]}, which has no {name}")

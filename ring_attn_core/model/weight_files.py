@@ -260,7 +260,7 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     if not os.path.lexists(folder / INDEX):
         pickles = "; pickles such as pytorch_model.bin are never read: save them as safetensors" * any(folder.glob("*.bin"))
         raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}{pickles}")
-    of = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(of, dict) or not all(isinstance(file, str) and Path(file).name == file for file in of.values()):
+    files = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) and Path(file).name == file for file in files.values()):
         raise ValueError(f"{folder / INDEX} must hold a weight_map from names of weights to names of files beside it")
-    return {folder / file: {name for name, where in of.items() if where == file} for file in sorted(set(of.values()))}
+    return {folder / file: {name for name, where in files.items() if where == file} for file in sorted(set(files.values()))}

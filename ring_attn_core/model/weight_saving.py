@@ -118,12 +118,12 @@ def write(folder: Path, weights: Iterable[tuple[str, Any]], save_file: Save) -> 
     if len(files) == 1:
         temporary(0).rename(folder / WEIGHTS)
         return
-    of: dict[str, str] = {}
+    holder: dict[str, str] = {}
     for number, names in enumerate(files):
         file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
         temporary(number).rename(folder / file)
-        of |= dict.fromkeys(names, file)
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": of}, indent=2))
+        holder |= dict.fromkeys(names, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": holder}, indent=2))
 
 
 def _check_replaceable(folder: Path, files: Collection[str]) -> None:

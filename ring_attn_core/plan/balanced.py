@@ -69,11 +69,11 @@ def balanced_layout(
             f"{-(-packed.length // ranks)} for documents of {packed.length} tokens"
         )
     tokens = local * ranks
-    edges, of_run = sorted({*packed.boundaries, tokens}), AS_QUERIES if pair_cost is None else 0
+    edges, each = sorted({*packed.boundaries, tokens}), AS_QUERIES if pair_cost is None else 0
     if _later_cost_more(packed.masks):
-        return BalancedLayout(deal(joined(edges, local), edges, ranks, packed.cost_before, of_run), packed.length, packed.rows)
+        return BalancedLayout(deal(joined(edges, local), edges, ranks, packed.cost_before, each), packed.length, packed.rows)
     edges, mirrored = [tokens - edge for edge in reversed(edges)], lambda position: -packed.cost_before(tokens - position)
-    dealt = deal(joined(edges, local), edges, ranks, mirrored, of_run)
+    dealt = deal(joined(edges, local), edges, ranks, mirrored, each)
     back = tuple(tuple((tokens - start - length, length) for start, length in reversed(rank)) for rank in dealt)
     return BalancedLayout(back, packed.length, packed.rows)
 

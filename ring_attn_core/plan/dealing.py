@@ -145,12 +145,12 @@ def deal(
     tokens away. ``as_queries``: a run's cost in its first queries, made even by a second assignment."""
     items, local = sorted(_item(start, end, cost_before) for start, end in pairwise(cuts)), cuts[-1] // ranks
     first = _dealt(items, edges, cost_before, local, [0.0] * ranks)
-    of_runs = [as_queries * sum(cost_before(start + 1) - cost_before(start) for start, _ in runs) for runs in first]
-    most = max(max(of_runs) * ranks - sum(of_runs), sum(of_runs) - min(of_runs) * ranks)
+    run_costs = [as_queries * sum(cost_before(start + 1) - cost_before(start) for start, _ in runs) for runs in first]
+    most = max(max(run_costs) * ranks - sum(run_costs), sum(run_costs) - min(run_costs) * ranks)
     if not most:
         return first
     part = min(1, MOST_UNEQUAL * sum(item.cost for item in items) / most)
-    return _dealt(items, edges, cost_before, local, [cost * part for cost in of_runs])
+    return _dealt(items, edges, cost_before, local, [cost * part for cost in run_costs])
 
 
 def _dealt(

@@ -113,8 +113,8 @@ class PackedDocuments:
     def _row_cost(self, row: tuple[int, ...], band: Band, cost: float) -> Callable[[int], float]:
         """Return a function from a position to the cost of one row's queries before it, under one mask."""
         starts = list(accumulate(row, initial=0))
-        of_pair = [cost * self._checked_cost(tokens) for tokens in row]
-        each = [c * band.area(tokens, tokens) for tokens, c in zip(row, of_pair, strict=True)]
+        pair_costs = [cost * self._checked_cost(tokens) for tokens in row]
+        each = [c * band.area(tokens, tokens) for tokens, c in zip(row, pair_costs, strict=True)]
         total, count = list(accumulate(each, initial=0)), len(row)
         plainly_causal = band == causal()
 
@@ -124,7 +124,7 @@ class PackedDocuments:
                 return total[count]
             queries = position - starts[at]
             pairs = queries * (queries + 1) // 2 if plainly_causal else band.area(queries, row[at])
-            return total[at] + of_pair[at] * pairs
+            return total[at] + pair_costs[at] * pairs
 
         return before
 

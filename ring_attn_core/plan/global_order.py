@@ -82,20 +82,20 @@ class GlobalPlan(JoinedPlan):
 
     @cached_property
     def blank_keys(self) -> bool:
-        of_keys = Band(*(None if side is None else -side for side in (self.mask.hi, self.mask.lo)))
-        return not self.kv_length or self.steps is not None or not self._all_meet(of_keys, self.kv_length, self.length)
+        band_of_keys = Band(*(None if side is None else -side for side in (self.mask.hi, self.mask.lo)))
+        return not self.kv_length or self.steps is not None or not self._all_meet(band_of_keys, self.kv_length, self.length)
 
     @cached_property
     def own_queries(self) -> OwnRuns | None:
         """Return the runs on which the kernels compute results of queries; None if they are the only run, of whole tiles."""
         slot, runs = self._own(self.seq_local, self.length)
-        rows = tuple(rows_of(of_rank, self.k_runs[0], self.band, slot, self.k_slot) for of_rank in runs)
+        rows = tuple(rows_of(q_runs, self.k_runs[0], self.band, slot, self.k_slot) for q_runs in runs)
         return None if runs[0] == self.q_runs[0] and slot == self.q_slot else OwnRuns(slot, runs, rows)
 
     @cached_property
     def own_keys(self) -> OwnRuns | None:
         slot, runs = self._own(self.kv_local, self.kv_length)
-        rows = tuple(rows_of(self.q_runs[0], of_rank, self.band, self.q_slot, slot) for of_rank in runs)
+        rows = tuple(rows_of(self.q_runs[0], k_runs, self.band, self.q_slot, slot) for k_runs in runs)
         return None if runs[0] == self.k_runs[0] and slot == self.k_slot else OwnRuns(slot, runs, rows)
 
     def own_at(self, places: Sequence[int]) -> OwnRuns:
@@ -119,12 +119,12 @@ class GlobalPlan(JoinedPlan):
     def _places(self, local: int) -> Any:
         import numpy as np
 
-        of_rank = lambda rank: (
+        places = lambda rank: (
             self.layout.positions(rank)
             if isinstance(self.layout, BalancedLayout)
             else np.concatenate([run.positions() for run in named(self.order)(rank, self.ranks, local)])
         )
-        return np.array([of_rank(rank) for rank in range(self.ranks)], np.int32)
+        return np.array([places(rank) for rank in range(self.ranks)], np.int32)
 
 
 def _runs_of(found: Sequence[Sequence[tuple[int, int]]], slot: int, length: int) -> Runs:

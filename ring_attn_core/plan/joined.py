@@ -80,8 +80,8 @@ class JoinedPlan(RingPlan):
         if self.steps is None:
             shifts = range(self.k_shards, self.ranks, self.k_shards)
             return (0, *(s for s in shifts if any(self.area(rank, s) for rank in range(0, self.ranks, self.q_shards))))
-        of_places = {-(-(shift - place) // self.k_shards) for shift in self.steps for place in range(self.k_shards)}
-        return tuple(sorted({shift * self.k_shards % self.ranks for shift in of_places}))
+        places = {-(-(shift - place) // self.k_shards) for shift in self.steps for place in range(self.k_shards)}
+        return tuple(sorted({shift * self.k_shards % self.ranks for shift in places}))
 
 
 def _joined(runs: Runs, shards: int, local: int) -> Runs:

@@ -123,9 +123,9 @@ class NeededPlan(RingPlan):
         """Return each rank's runs (base in the shard of the step, length, start, stride), and empty ones up to equally many."""
         if not self.exchanges:  # the step has this rank's shard as it is
             return tuple(self._runs(rank, self.kv_local, self.kv_length) for rank in range(self.ranks))
-        of_ranks = [self._runs_of(self.available(rank)) for rank in range(self.ranks)]
-        most = max(map(len, of_ranks))
-        return tuple(runs + ((0, 0, 0, 1),) * (most - len(runs)) for runs in of_ranks)
+        by_rank = [self._runs_of(self.available(rank)) for rank in range(self.ranks)]
+        most = max(map(len, by_rank))
+        return tuple(runs + ((0, 0, 0, 1),) * (most - len(runs)) for runs in by_rank)
 
     @property
     def k_slot(self) -> int:

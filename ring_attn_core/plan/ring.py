@@ -183,10 +183,10 @@ class RingPlan:
         """
         known = self._rows.get((rank, shift))
         if known is None:
-            of_runs = self.q_runs[rank], self.k_runs[(rank - shift) % self.ranks]
+            runs = self.q_runs[rank], self.k_runs[(rank - shift) % self.ranks]
             if isinstance(self.layout, BalancedLayout):
-                return recent_rows(*of_runs, self.band, self.q_slot, self.k_slot)
-            known = self._rows[rank, shift] = rows_of(*of_runs, self.band, self.q_slot, self.k_slot)
+                return recent_rows(*runs, self.band, self.q_slot, self.k_slot)
+            known = self._rows[rank, shift] = rows_of(*runs, self.band, self.q_slot, self.k_slot)
         return known
 
     @cached_property
@@ -229,10 +229,10 @@ class RingPlan:
     @cached_property
     def blank_keys(self) -> bool:
         """Return whether some key, true or padding, may be blank. Return True if ``steps`` is set: it may leave out shifts."""
-        of_keys = Band(*(None if side is None else -side for side in (self.mask.hi, self.mask.lo)))
+        band_of_keys = Band(*(None if side is None else -side for side in (self.mask.hi, self.mask.lo)))
         if self.steps is not None:
             return True
-        return self.kv_length < self.kv_local * self.ranks or not self._all_meet(of_keys, self.kv_length, self.length)
+        return self.kv_length < self.kv_local * self.ranks or not self._all_meet(band_of_keys, self.kv_length, self.length)
 
     @staticmethod
     def _all_meet(band: Band, tokens: int, others: int) -> bool:

@@ -106,7 +106,7 @@ def run_order(plan: RingPlan, documents: bool = True) -> RunOrder:
 
 @lru_cache(maxsize=64)
 def _run_order(runs: tuple[Runs, ...], documents: tuple[tuple[int, ...], ...]) -> RunOrder:
-    return RunOrder(tuple(tuple(run[:3] for run in of_rank) for of_rank in runs), documents)
+    return RunOrder(tuple(tuple(run[:3] for run in rank_runs) for rank_runs in runs), documents)
 
 
 def splits_heads(ranks: int, heads: int) -> bool:

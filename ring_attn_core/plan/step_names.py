@@ -32,15 +32,15 @@ def step_name(plan: RingPlan, number: int, shift: int, size: int, rank: int | No
     return f"{steps}, {in_units(size)} from {owners}"
 
 
-def pass_name(name: str, of: str) -> str:
-    """Return ``name`` for the forward pass (``of`` = "forward"), and ``name`` + " backward" for the backward pass."""
-    return name if of == "forward" else f"{name} {of}"
+def pass_name(name: str, direction: str) -> str:
+    """Return ``name`` for the forward pass (``direction`` = "forward"), and ``name`` + " backward" for the backward pass."""
+    return name if direction == "forward" else f"{name} {direction}"
 
 
 def place_name(plan: RingPlan, number: int) -> str:
     """Return "ring step 2 of 4" for number 2 of 4. Return "before ring step 1 of 4" for 0, and "after ring step 4 of 4" for 5."""
-    of_hosts = plan.inner_rings if isinstance(plan, TwoLevelPlan) else ()
-    count = sum(len(ring.inner) for ring in of_hosts) or len(plan.shifts) * plan.groups
+    between_hosts = plan.inner_rings if isinstance(plan, TwoLevelPlan) else ()
+    count = sum(len(ring.inner) for ring in between_hosts) or len(plan.shifts) * plan.groups
     where = "before " if number < 1 else "after " if number > count else ""
     return f"{where}ring step {min(max(number, 1), count)} of {count}"
 

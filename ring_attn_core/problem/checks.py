@@ -160,7 +160,7 @@ def _check_intervals(
     name: str, extents: Any, runs: Iterable[tuple[int, int, int, int]], words: tuple[str, str, str], most: int
 ) -> None:
     """Check that intervals (first, end) lie within 0 .. ``most``; ``words`` name their owner, their contents and ``most``."""
-    of, others, limit = words
+    owner, others, limit = words
     for base, length, start, stride in runs:
         first, end = extents[:, base : base + length, 0], extents[:, base : base + length, 1]
         wrong = (first < 0) | (end < first) | (end > most)
@@ -168,7 +168,7 @@ def _check_intervals(
             b, i = next((b, i) for b, row in enumerate(wrong.tolist()) for i, bad in enumerate(row) if bad)
             got = [int(first[b, i]), int(end[b, i])]
             raise ValueError(
-                f"{name} must be 0 <= first <= end <= {limit} = {most}, got {got} for the {of} "
+                f"{name} must be 0 <= first <= end <= {limit} = {most}, got {got} for the {owner} "
                 f"at position {start + stride * i} of batch row {b}: they are global {others} positions, the end exclusive"
             )
 

@@ -93,13 +93,13 @@ class Options:
     def text(self) -> str:
         """Return all options except ``counts`` as text for a PyTorch op's schema; torch.compile must trace each line."""
         numbers = [None if x is None else float(x) for x in (self.scale, self.softcap, self.dropout_rate)]
-        of_numbers = ", ".join([f"{x}" for x in numbers])
+        listed = ", ".join([f"{x}" for x in numbers])
         steps = None if self.steps is None else list(self.steps)
         layout: object = self.layout
         if isinstance(self.layout, BalancedLayout):
             layout = self.layout.runs, self.layout.length, self.layout.documents, self.layout.tree
         names = f"{str(self.strategy)!r}, {self.order!r}, {self.backend!r}, {self.deterministic}"
-        return f"({layout!r}, {of_numbers}, {names}, {steps}, {self.v_dim})"
+        return f"({layout!r}, {listed}, {names}, {steps}, {self.v_dim})"
 
     @classmethod
     def read(cls, text: str, counts: Sequence[int]) -> Options:

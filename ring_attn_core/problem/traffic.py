@@ -87,8 +87,8 @@ def traffic(problem: Problem, rank: int = 0) -> tuple[Traffic, Traffic]:
 def _traffic(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
     if problem.strategy == "direct":
         return _direct(problem, rank)
-    of = {"ring": _ring, "gather": _gather, "ulysses": _ulysses, "two_level": _two_level, IN_GLOBAL_ORDER: _global}
-    return of.get(problem.strategy, _once_a_shift)(problem)
+    formulas = {"ring": _ring, "gather": _gather, "ulysses": _ulysses, "two_level": _two_level, IN_GLOBAL_ORDER: _global}
+    return formulas.get(problem.strategy, _once_a_shift)(problem)
 
 
 def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
@@ -120,8 +120,8 @@ def _needed(problem: Problem, plan: NeededPlan, rank: int) -> tuple[Traffic, Tra
     keys = gradients = Traffic(0, 0)
     for other in others:
         out, back = (SentSizes(problem, 0, problem.k_shape[2], slice=count(*pair)) for pair in ((rank, other), (other, rank)))
-        of_keys = out.of_keys + masked * (out.keys - -(-out.keys // 8))
-        keys += Traffic(bool(out.keys), out.kv * out.item + of_keys)
+        masks = out.of_keys + masked * (out.keys - -(-out.keys // 8))
+        keys += Traffic(bool(out.keys), out.kv * out.item + masks)
         gradients += Traffic(bool(back.keys), back.kv * back.wide)
     return keys, keys + gradients
 
@@ -156,9 +156,9 @@ def _global(problem: Problem) -> tuple[Traffic, Traffic]:
     sizes, others = SentSizes(problem, problem.q_shape[2], problem.k_shape[2]), problem.ranks - 1
     d, e = problem.q_shape[-1], problem.v_shape[-1]
     arrays = 2 + sum(array.name in ("key_mask", "key_extents", "extents") for array in problem.arrays)
-    of_lse = 2 if sizes.item >= 4 else 1
+    lse_arrays = 2 if sizes.item >= 4 else 1
     there = Traffic(arrays, sizes.queries * d * sizes.item + sizes.kv * sizes.item + sizes.of_keys + sizes.of_queries)
-    again = Traffic(3 + of_lse, sizes.queries * (2 * e * sizes.item + (1 + of_lse) * sizes.wide))
+    again = Traffic(3 + lse_arrays, sizes.queries * (2 * e * sizes.item + (1 + lse_arrays) * sizes.wide))
     return there.times(others), (there + again).times(others)
 
 

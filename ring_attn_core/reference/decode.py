@@ -58,8 +58,8 @@ def visible(q_positions: Array, k_positions: Array, tree_mask: Array | None, win
         inside = (node >= 0) & (node < n)
         rows = np.broadcast_to(np.clip(node, 0, max(n - 1, 0)), (*node.shape[:1], n, node.shape[2]))
         among = np.take_along_axis(tree_mask, rows, 2)
-        of_key = np.take_along_axis(np.broadcast_to(depth[:, None, :], tree_mask.shape), rows, 2)
-        lag = base + depth[:, :, None] - np.where(inside, base + of_key, j)
+        key_depth = np.take_along_axis(np.broadcast_to(depth[:, None, :], tree_mask.shape), rows, 2)
+        lag = base + depth[:, :, None] - np.where(inside, base + key_depth, j)
         seen = ((j >= 0) & (node < 0)) | (inside & among)
     return seen if window is None else seen & (lag <= window), lag
 

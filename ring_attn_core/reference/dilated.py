@@ -108,8 +108,8 @@ def _attention(
             dk[keys] += (ds.swapaxes(-1, -2) @ q[rows]) * scale
             dv[keys] += rounded(p).swapaxes(-1, -2) @ dout_i
     back = lambda x: rounded(np.moveaxis(x, 1, 2))
-    of_kv = lambda x: rounded(np.moveaxis(x.reshape(b, h // share, share, s, -1).sum(2), 1, 2))
-    return Attention(back(out), np.moveaxis(lse, 1, 2)[..., 0], back(dq), of_kv(dk), of_kv(dv))
+    sum_heads = lambda x: rounded(np.moveaxis(x.reshape(b, h // share, share, s, -1).sum(2), 1, 2))
+    return Attention(back(out), np.moveaxis(lse, 1, 2)[..., 0], back(dq), sum_heads(dk), sum_heads(dv))
 
 
 def _weights(lses: list[Array]) -> tuple[Array, list[Array]]:

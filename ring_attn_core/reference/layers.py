@@ -69,14 +69,14 @@ class Layers:
         dlast, dhead = self._linear_backward(last, embed, self.rounded((np.exp(log_p) - picked) * weight))
         dx, gradients["norm.weight"] = self._norm_backward(x, weights["norm.weight"], dlast)
         for at, before, middle in reversed(entered):
-            d, of_mlp = self._mlp_backward(weights, at + "mlp.", self._norm(middle, weights[at + "mlp_norm.weight"]), dx)
+            d, mlp_gradients = self._mlp_backward(weights, at + "mlp.", self._norm(middle, weights[at + "mlp_norm.weight"]), dx)
             d, gradients[at + "mlp_norm.weight"] = self._norm_backward(middle, weights[at + "mlp_norm.weight"], d)
             dx = dx + d
             normed = self._norm(before, weights[at + "attention_norm.weight"])
-            d, of_attention = self._attention_backward(weights, at + "attention.", normed, dx)
+            d, attention_gradients = self._attention_backward(weights, at + "attention.", normed, dx)
             d, gradients[at + "attention_norm.weight"] = self._norm_backward(before, weights[at + "attention_norm.weight"], d)
             dx = dx + d
-            gradients |= of_mlp | of_attention
+            gradients |= mlp_gradients | attention_gradients
         np.add.at(gradients["embed.weight"], ids, dx)
         gradients["embed.weight"] += dhead
         loss = -(log_p * picked * weight).sum()
@@ -88,8 +88,8 @@ class Layers:
 
     def _attention_backward(self, weights: Arrays, at: str, x: Array, dout: Array) -> tuple[Array, Arrays]:
         inner = self._inner(weights, at, x, self._heads(self.rounded(dout @ weights[at + "o.weight"])))
-        _, of_o = self._linear_backward(self._flat(inner.out), weights[at + "o.weight"], dout)
-        gradients, dx = {at + "o.weight": of_o}, np.zeros_like(x)
+        _, o_gradients = self._linear_backward(self._flat(inner.out), weights[at + "o.weight"], dout)
+        gradients, dx = {at + "o.weight": o_gradients}, np.zeros_like(x)
         turned = {"q": self._turned(inner.dq, -1), "k": self._turned(inner.dk, -1), "v": inner.dv}
         for name, gradient in turned.items():
             part, gradients[f"{at}{name}.weight"] = self._linear_backward(x, weights[f"{at}{name}.weight"], self._flat(gradient))
@@ -110,12 +110,12 @@ class Layers:
     def _mlp_backward(self, weights: Arrays, at: str, x: Array, dout: Array) -> tuple[Array, Arrays]:
         gate, up = (self._linear(x, weights[f"{at}{name}.weight"]) for name in ("gate", "up"))
         chance = 1 / (1 + np.exp(-gate))
-        inside, of_down = self._linear_backward(self.rounded(gate * chance * up), weights[at + "down.weight"], dout)
-        dgate, of_gate = self._linear_backward(
+        inside, d_down = self._linear_backward(self.rounded(gate * chance * up), weights[at + "down.weight"], dout)
+        dgate, d_gate = self._linear_backward(
             x, weights[at + "gate.weight"], self.rounded(inside * up * chance * (1 + gate * (1 - chance)))
         )
-        dup, of_up = self._linear_backward(x, weights[at + "up.weight"], self.rounded(inside * gate * chance))
-        return dgate + dup, {at + "down.weight": of_down, at + "gate.weight": of_gate, at + "up.weight": of_up}
+        dup, d_up = self._linear_backward(x, weights[at + "up.weight"], self.rounded(inside * gate * chance))
+        return dgate + dup, {at + "down.weight": d_down, at + "gate.weight": d_gate, at + "up.weight": d_up}
 
     def _norm(self, x: Array, weight: Array) -> Array:
         return self.rounded(x / np.sqrt((x * x).mean(-1, keepdims=True) + self.working(EPS)) * weight)

@@ -171,11 +171,11 @@ def _attention(arrays: _Arrays, mask: Band, features: Features, dtype: Any, roun
         scores = np.where(seen, scores, -np.inf)
         top = np.maximum(scores.max(-1, keepdims=True, initial=-np.inf), sink)
         top = np.where(np.isneginf(top), 0, top).astype(dtype)
-        p, of_sink = np.exp(scores - top), np.exp(sink - top)
-        total = p.sum(-1, keepdims=True) + of_sink
+        p, sink_weight = np.exp(scores - top), np.exp(sink - top)
+        total = p.sum(-1, keepdims=True) + sink_weight
         something = total > 0
         total = np.where(something, total, 1)
-        p, of_sink = p / total, of_sink / total
+        p, sink_weight = p / total, sink_weight / total
         weight = _dropout(features, (b, g, h // g), range(i0, i1), range(j0, j1)).astype(dtype)
         dropped = rounded(p * weight)
         lse[rows] = np.where(something, np.log(total) + top, -np.inf)
@@ -185,7 +185,7 @@ def _attention(arrays: _Arrays, mask: Band, features: Features, dtype: Any, roun
         dq[rows] = (ds @ k_[keys]) * scale
         dk[keys] += ((ds.swapaxes(-1, -2) @ q_[rows]) * scale).sum(2, keepdims=True)
         dv[keys] += (dropped.swapaxes(-1, -2) @ dout_[rows]).sum(2, keepdims=True)
-        dsinks -= (of_sink * delta).sum((0, 3), keepdims=True)[0]
+        dsinks -= (sink_weight * delta).sum((0, 3), keepdims=True)[0]
     whole = lambda x: np.moveaxis(x, 3, 1).reshape(b, s, h, x.shape[-1])
     back = lambda x: rounded(np.moveaxis(x[:, :, 0], 2, 1))
     gradients = rounded(whole(dq)), back(dk), back(dv), None if features.sinks is None else dsinks.reshape(h)

@@ -71,10 +71,10 @@ def who_sees_what(length: int, features: SummaryFeatures) -> tuple[Array, Array]
     n, u = np.divmod(np.arange(-(-length // block) * m), m)
     if features.pool is None:
         part = block // m
-        of = (j // part) == (n * m + u)[:, None]
+        pooled_by = (j // part) == (n * m + u)[:, None]
     else:
-        of = (j // block) == n[:, None]
-    return np.concatenate([(first <= j) & (j <= i), (n + 1) * block <= first], 1), of
+        pooled_by = (j // block) == n[:, None]
+    return np.concatenate([(first <= j) & (j <= i), (n + 1) * block <= first], 1), pooled_by
 
 
 def _attention(
@@ -87,11 +87,11 @@ def _attention(
     q, dout, dlse = heads(q), heads(dout), heads(dlse)
     k, v = np.moveaxis(k, 1, 2), np.moveaxis(v, 1, 2)  # [b g s d]
     keep = np.ones((b, s), bool) if features.key_mask is None else features.key_mask
-    seen, of = who_sees_what(s, features)
+    seen, pooled_by = who_sees_what(s, features)
     # Pooling: a softmax over the tokens of each summary.
-    mine = of & keep[:, None]  # [b n s]
+    mine = pooled_by & keep[:, None]  # [b n s]
     pool = np.zeros((m, g, d), dtype) if features.pool is None else rounded(features.pool.astype(dtype))
-    pool = np.tile(np.moveaxis(pool, 1, 0), (1, len(of) // m, 1))  # [g n d]
+    pool = np.tile(np.moveaxis(pool, 1, 0), (1, len(pooled_by) // m, 1))  # [g n d]
     pooled = softmax(np.where(mine[:, None], pool @ k.swapaxes(-1, -2) * dtype(d**-0.5), -np.inf))[0]
     pooled = rounded(pooled)
     kbar, vbar = rounded(pooled @ k), rounded(pooled @ v)

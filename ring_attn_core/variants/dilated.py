@@ -222,10 +222,10 @@ class FoldedBatches:
             return Band(lo, hi)
         return causal() if lo == 0 else full()
 
-    def visible(self, rank: Any, slot: Any, of_group: Any) -> tuple[Any, Any, Any]:
+    def visible(self, rank: Any, slot: Any, group: Any) -> tuple[Any, Any, Any]:
         """Return (holds, first, end) for a slot: whether it holds a token, and the query's extent; (0, 0) if empty.
         ``end`` is exclusive; slots are counted over all ranks. The query may see the slots of its extent that ``band`` allows."""
-        p = self.position(rank, slot, of_group)
+        p = self.position(rank, slot, group)
         start = rank * self.local
         holds = (p >= start) & (p < start + self.local) & (p < self.length)
         first = p // self.segment * self.segment
@@ -240,9 +240,9 @@ class FoldedBatches:
         some = holds & (first <= last)
         return holds, only_where(some, self.slot_of(first)), only_where(some, self.slot_of(last) + 1)
 
-    def position(self, rank: Any, slot: Any, of_group: Any) -> Any:
-        """Return the position of a slot of group ``of_group``. A slot whose position is outside of the shard holds no token."""
-        return rank * self.local - self.front(rank) + slot * self.dilation + of_group
+    def position(self, rank: Any, slot: Any, group: Any) -> Any:
+        """Return the position of a slot of group ``group``. A slot whose position is outside of the shard holds no token."""
+        return rank * self.local - self.front(rank) + slot * self.dilation + group
 
     def slot_of(self, position: Any) -> Any:
         """Return the slot, counted over all ranks, of the token at ``position``."""

@@ -186,10 +186,10 @@ class SummaryPlan:
         The interval is empty if the slot holds no block."""
         block, width = self.options.block, self.options.width
         start = rank * self.local
-        of_block = (start // block + slot_of) * block
-        of_summary = of_block + index * width if self.options.pooling == "mean" else of_block
+        block_start = (start // block + slot_of) * block
+        summary_start = block_start + index * width if self.options.pooling == "mean" else block_start
         here = lambda position: clamp(clamp(position, 0, self.blocks * block) - start, 0, self.local)
-        return here(of_summary), here(of_summary + width)
+        return here(summary_start), here(summary_start + width)
 
     def held(self, block: Any, owner: Any) -> tuple[Any, Any]:
         """Return (slot, exists): the slot of ``block`` on one rank, counted over all ranks, and whether the rank has the block.

@@ -37,7 +37,7 @@ class Backend(Protocol):
         ...
 
     def attend_backward(
-        self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, arrived: Arrived, last: bool
+        self, query: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, arrived: Arrived, last: bool
     ) -> tuple[jax.Array, Gradients]:
         """Add the contribution of ``keys`` to ``dq`` (None before the first step), and dk and dv to what ``arrived()`` returns.
         These are their gradients from other ranks' queries, or None. Until complete, all are float32 (float64 if inputs are)."""

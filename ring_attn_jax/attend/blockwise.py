@@ -60,20 +60,20 @@ class Blockwise:
         seen = lse > -jnp.inf
         dout, dlse = jnp.where(seen[..., None], dout, 0), jnp.where(seen, dlse, 0)
         # einsum, since XLA's sum on a CPU allocates five arrays of out's size and takes 35 times as long (jax 0.10.2)
-        of_out = jnp.einsum("bshe,bshe->bsh", dout.astype(lse.dtype), out.astype(lse.dtype), precision=lax.Precision.HIGHEST)
+        row_sums = jnp.einsum("bshe,bshe->bsh", dout.astype(lse.dtype), out.astype(lse.dtype), precision=lax.Precision.HIGHEST)
         if score.sinks is not None:  # out 0 adds nothing to the sinks' gradient, even if dout is NaN
-            of_out = jnp.where(out.any(-1), of_out, 0)
-        delta = of_out - dlse
+            row_sums = jnp.where(out.any(-1), row_sums, 0)
+        delta = row_sums - dlse
         dsinks = sink_gradient(score, total, delta)
         if rest is not None:
             dout, delta = dout * jnp.exp(-rest)[..., None], delta * jnp.exp(-rest)
         return BackwardInputs(q, dout, lse, delta, dsinks)
 
     def attend_backward(
-        self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, arrived: Arrived, last: bool
+        self, query: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, arrived: Arrived, last: bool
     ) -> tuple[jax.Array, Gradients]:
-        total = jnp.zeros_like(of_q.q, dtype=accumulation_dtype(of_q.q.dtype)) if dq is None else dq
-        total, dkv = attend_backward(of_q, keys, rows, score, total, even=self.even)
+        total = jnp.zeros_like(query.q, dtype=accumulation_dtype(query.q.dtype)) if dq is None else dq
+        total, dkv = attend_backward(query, keys, rows, score, total, even=self.even)
         before = arrived()
         return total, dkv if before is None else before + dkv
 
@@ -134,7 +134,7 @@ def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State
 
 @partial(jax.jit, static_argnames="even")
 def attend_backward(
-    of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array, *, even: bool = True
+    query: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array, *, even: bool = True
 ) -> tuple[jax.Array, jax.Array]:
     """Return ``dq`` plus the gradient of q from these keys, and dkv, that of ``keys.kv``.
 
@@ -144,7 +144,7 @@ def attend_backward(
     The dropout factor z_ij is 1 / (1 - dropout_rate), or 0 if dropped; tanh is tanh(scale q_i . k_j / softcap), or 0 without
     softcap. The caller has multiplied dout and delta by exp(-rest_i) (``State``).
     """
-    q, dout, lse, delta, *_ = of_q
+    q, dout, lse, delta, *_ = query
     dkv = jnp.zeros_like(keys.kv, dtype=dq.dtype)
     if q.size == 0 or keys.kv.size == 0:
         return dq, dkv

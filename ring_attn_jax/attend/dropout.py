@@ -47,8 +47,8 @@ def dropout_state(seed: Any, offset: Any) -> DropoutState:
             f"dropout_offset is a pair, the global index of the first batch row and of the first head, got {offset!r}"
         )
     for name, x in (("dropout_seed", seed), ("dropout_offset[0]", offset[0]), ("dropout_offset[1]", offset[1])):
-        of_integers = _is_integer(x) if isinstance(x, jax.Array | np.ndarray) else isinstance(x, int | np.integer)
-        if not of_integers or isinstance(x, bool):
+        is_integer = _is_integer(x) if isinstance(x, jax.Array | np.ndarray) else isinstance(x, int | np.integer)
+        if not is_integer or isinstance(x, bool):
             got = "a PRNG key array" if _is_key(x) else in_words(x)
             raise ValueError(f"{name} must be an int or a 0-d integer array (of a PRNG key: jax.random.bits(key)), got {got}")
     check_seed(*(x if isinstance(x, jax.Array) else int(x) for x in (seed, *offset)))
@@ -87,8 +87,8 @@ def philox_keys(state: DropoutState, batch: int, heads: int) -> jax.Array:
 def keep_mask(philox_keys: jax.Array, rate: float, q_pos: jax.Array, k_pos: jax.Array) -> jax.Array:
     """Return dropout's keep mask, bool [batch, heads, queries, keys], True for kept, for the given global positions."""
     word = lambda x: x.astype(jnp.uint32)
-    (of_q, which), (of_k, turn) = place_of_query(word(q_pos)[None, None, :, None]), place_of_key(word(k_pos)[None, None, None])
-    words = philox2x32((of_q, of_k), philox_keys[:, :, None, None], multiply, jnp.uint32)
+    (q_at, which), (k_at, turn) = place_of_query(word(q_pos)[None, None, :, None]), place_of_key(word(k_pos)[None, None, None])
+    words = philox2x32((q_at, k_at), philox_keys[:, :, None, None], multiply, jnp.uint32)
     return number(jnp.where(which == 0, *words), turn) >= threshold(rate)
 
 
@@ -122,7 +122,7 @@ def dropout_mask(
     another argument is out of its range.
     """
     check_dropout_rate(dropout_rate)
-    of_q, of_k = jnp.asarray(q_positions), jnp.asarray(k_positions)
-    check_mask_sizes(batch, heads, of_q.ndim, of_k.ndim)
+    q_at, k_at = jnp.asarray(q_positions), jnp.asarray(k_positions)
+    check_mask_sizes(batch, heads, q_at.ndim, k_at.ndim)
     keys = philox_keys(dropout_state(dropout_seed, dropout_offset), batch, heads)
-    return keep_mask(keys, dropout_rate, of_q, of_k)
+    return keep_mask(keys, dropout_rate, q_at, k_at)

@@ -75,22 +75,22 @@ class Kernels:
         return BackwardInputs(q, dout, lse2, delta, dsinks, bounds)
 
     def attend_backward(
-        self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, arrived: Arrived, last: bool
+        self, query: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, arrived: Arrived, last: bool
     ) -> tuple[jax.Array, Gradients]:
         """Compute a step's gradients: by one Hopper kernel if ``steps.in_one_pass``, else dq by one kernel, dk and dv by another.
 
         The Hopper kernel sums dq in float32, and another kernel scales and rounds dq after the ``last`` step.
         """
         if keys.kv.shape[1] != self.call.kv_local:
-            return self._for(keys).attend_backward(of_q, keys, rows, score, dq, arrived, last)
+            return self._for(keys).attend_backward(query, keys, rows, score, dq, arrived, last)
         if not steps.in_one_pass(self.call):
-            dq = self.attend_dq(of_q, keys, rows, score, dq, last)
-            return dq, self.attend_dkv(of_q, keys, rows, score, arrived())
-        arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
+            dq = self.attend_dq(query, keys, rows, score, dq, last)
+            return dq, self.attend_dkv(query, keys, rows, score, arrived())
+        arrays = self._arrays(query.q, keys, rows, score) | {"dout": query.dout, "lse2": query.lse, "delta": query.delta}
         if dq is None:
-            dq, arrays["delta"] = _zeros_with(of_q.delta, hopper.sums_of_dq(self.call))
+            dq, arrays["delta"] = _zeros_with(query.delta, hopper.sums_of_dq(self.call))
         arrays["dq_in"] = dq
-        self._add_bounds(arrays, of_q)
+        self._add_bounds(arrays, query)
         _add_lists(arrays, steps.lists(self.call, "backward"))
         dq, *dkv = launch(hopper.backward(self.call, not self.call.packed), arrays)
         if (before := arrived()) is not None:  # added here, not in the kernel, which runs while they arrive
@@ -100,29 +100,31 @@ class Kernels:
         return dq, dkv[0] if len(dkv) == 1 else tuple(dkv)
 
     def attend_dq(
-        self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, last: bool
+        self, query: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, last: bool
     ) -> jax.Array:
         """Return the gradient of q from these keys, plus ``dq`` if not None. After the ``last`` step the sum is in q's dtype."""
         call, own = self.call.of_own_queries, score.query_tiles
         if own is not None:
-            of_q = of_q._replace(
-                q=own.take(of_q.q), dout=own.take(of_q.dout), lse=own.take(of_q.lse, 2), delta=own.take(of_q.delta, 2)
+            query = query._replace(
+                q=own.take(query.q), dout=own.take(query.dout), lse=own.take(query.lse, 2), delta=own.take(query.delta, 2)
             )
             rows, score = own.rows, _of_own(score)
-        arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
+        arrays = self._arrays(query.q, keys, rows, score) | {"dout": query.dout, "lse2": query.lse, "delta": query.delta}
         if dq is not None:
             arrays["dq_in"] = dq
         _add_lists(arrays, steps.lists(call, "dq"))
         (dq,) = launch(steps.dq(call, dq is None, last), arrays)
         return dq if own is None else own.put(dq)
 
-    def attend_dkv(self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, arrived: jax.Array | None) -> Gradients:
+    def attend_dkv(
+        self, query: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, arrived: jax.Array | None
+    ) -> Gradients:
         """Return the gradient of these keys from this rank's queries, plus ``arrived`` if not None, packed like ``keys``."""
         call, own = self.call.of_own_keys, score.key_tiles
         if own is not None:
             keys, rows = along_tokens(own.take, keys), own.rows
-        arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
-        self._add_bounds(arrays, of_q)
+        arrays = self._arrays(query.q, keys, rows, score) | {"dout": query.dout, "lse2": query.lse, "delta": query.delta}
+        self._add_bounds(arrays, query)
         if arrived is not None:
             arrays["dkv_in"] = arrived
         _add_lists(arrays, steps.lists(call, "dkv"))
@@ -141,10 +143,10 @@ class Kernels:
             rows, keys, score = as_one_run(rows, keys, score, q.shape[1], self.band)
         return _arrays(q, keys, rows, score)
 
-    def _add_bounds(self, arrays: dict[str, jax.Array], of_q: BackwardInputs) -> None:
+    def _add_bounds(self, arrays: dict[str, jax.Array], query: BackwardInputs) -> None:
         """Add the ``bounds`` of extents to ``arrays``; a step computes them if its extents are local indices of its key shard."""
-        if of_q.bounds is not None:
-            arrays["bounds"] = of_q.bounds
+        if query.bounds is not None:
+            arrays["bounds"] = query.bounds
         elif "extents" in arrays:
             (arrays["bounds"],) = launch(steps.extent_bounds(self.call), arrays)
 

@@ -36,11 +36,11 @@ def as_one_run(rows: jax.Array, keys: Keys, score: Score, queries: int, band: Ba
         extents = jnp.broadcast_to(jnp.stack([least[:, 0], most[:, 1]], -1), (batch, queries, 2))
     else:
         extents = jnp.clip(clipped(score.extents), least, most)
-    of_keys = None if keys.extents is None else _local(q_pos, keys.extents)
+    key_extents = None if keys.extents is None else _local(q_pos, keys.extents)
     none = jnp.zeros((), jnp.int32)
     one = Row(none - tokens, none + queries, none, q_runs[:, 1].sum(), none, none, k_runs[:, 1].sum(), none, none + 1, none)
     row = jnp.stack([x.astype(jnp.int32) for x in one])
-    return row[None, None], keys._replace(extents=of_keys), replace(score, extents=_local(k_pos, extents))
+    return row[None, None], keys._replace(extents=key_extents), replace(score, extents=_local(k_pos, extents))
 
 
 def _local(positions: jax.Array, intervals: jax.Array) -> jax.Array:
@@ -90,13 +90,13 @@ class TracedRuns:
     def backward_inputs(
         self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State
     ) -> BackwardInputs:
-        of_q = self.backend.backward_inputs(q, *_converted(q, keys, rows, score), total, dtotal)
-        return of_q._replace(bounds=None)  # each step computes its own bounds
+        query = self.backend.backward_inputs(q, *_converted(q, keys, rows, score), total, dtotal)
+        return query._replace(bounds=None)  # each step computes its own bounds
 
     def attend_backward(
-        self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, arrived: Arrived, last: bool
+        self, query: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, arrived: Arrived, last: bool
     ) -> tuple[jax.Array, Gradients]:
-        return self.backend.attend_backward(of_q, *_converted(of_q.q, keys, rows, score), dq, arrived, last)
+        return self.backend.attend_backward(query, *_converted(query.q, keys, rows, score), dq, arrived, last)
 
 
 def _converted(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> tuple[Keys, jax.Array, Score]:
@@ -109,6 +109,6 @@ def _converted(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> tuple
     own: Any = lambda start, tokens: table[start + jnp.arange(tokens, dtype=jnp.int32)]
     q_pos, k_pos = own(at.q_start, q.shape[1]), own(at.k_start, keys.kv.shape[1])
     row = jnp.stack(at._replace(q_start=at.q_base, k_start=at.k_base))[None, None]
-    of_keys = None if keys.extents is None else _local(q_pos, keys.extents)
+    key_extents = None if keys.extents is None else _local(q_pos, keys.extents)
     score = replace(score, extents=_local(k_pos, score.extents), step_positions=(q_pos, k_pos))
-    return keys._replace(extents=of_keys), row, score
+    return keys._replace(extents=key_extents), row, score

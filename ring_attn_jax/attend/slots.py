@@ -103,12 +103,12 @@ def blockwise(arrays: DecodeArrays, problem: Decode) -> jax.Array:
     if q.size == 0 or t == 0:
         zeros = jnp.zeros_like(rows, shape=(b, n, h, e + 1))
         return zeros.at[..., -1].set(-jnp.inf)
-    of_tree = None if arrays.tree_mask is None else arrays.depths
+    depths = None if arrays.tree_mask is None else arrays.depths
     first = t % chunk or chunk
 
     def visit(start: jax.Array | int, size: int) -> _State:
         part = lambda x: lax.dynamic_slice_in_dim(x, start, size, 1)
-        seen = _visible(arrays._replace(k_positions=part(arrays.k_positions)), of_tree, problem.window)
+        seen = _visible(arrays._replace(k_positions=part(arrays.k_positions)), depths, problem.window)
         return _attend(rows, part(k).astype(wide), part(v).astype(wide), seen, _Score(arrays.alibi_slopes, problem.softcap))
 
     state = visit(0, first)
@@ -160,9 +160,9 @@ class _State(NamedTuple):
         return jnp.concatenate([self.acc / total[..., None], lse[..., None]], -1)
 
 
-def _visible(arrays: DecodeArrays, of_tree: jax.Array | None, window: int | None) -> _Visibility:
+def _visible(arrays: DecodeArrays, depths: jax.Array | None, window: int | None) -> _Visibility:
     position, i = arrays.k_positions[:, None], arrays.q_positions[..., None]
-    if of_tree is None:
+    if depths is None:
         lag = i - position
         visible = (lag >= 0) & (position >= 0)
     else:
@@ -170,9 +170,9 @@ def _visible(arrays: DecodeArrays, of_tree: jax.Array | None, window: int | None
         node = arrays.k_positions - arrays.q_positions[:, :1]
         inside = ((node >= 0) & (node < n) & (arrays.k_positions >= 0))[:, None]
         node = jnp.clip(node, 0, n - 1)
-        of_key = jnp.take_along_axis(of_tree, node, 1)[:, None]
+        key_depth = jnp.take_along_axis(depths, node, 1)[:, None]
         among = jnp.take_along_axis(arrays.tree_mask, node[:, None], 2)
-        lag = of_tree[..., None] - jnp.where(inside, of_key, position)
+        lag = depths[..., None] - jnp.where(inside, key_depth, position)
         visible = jnp.where(inside, among, (position >= 0) & (position < i[:, :1]))
     return _Visibility(visible if window is None else visible & (lag <= window), lag)
 
@@ -218,6 +218,6 @@ def _sums(p: jax.Array, values: jax.Array) -> jax.Array:
     b, g, m, c = p.shape
     if g * m > FEW_ROWS:
         return dot("bgmc,bcge->bgme", p, values)
-    of_all = dot("bmc,bce->bme", p.reshape(b, g * m, c), values.reshape(b, c, -1)).reshape(b, g, m, g, -1)
+    every_head = dot("bmc,bce->bme", p.reshape(b, g * m, c), values.reshape(b, c, -1)).reshape(b, g, m, g, -1)
     each = jnp.arange(g)
-    return jnp.moveaxis(of_all[:, each, :, each], 0, 1)
+    return jnp.moveaxis(every_head[:, each, :, each], 0, 1)

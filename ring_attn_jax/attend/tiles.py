@@ -270,10 +270,10 @@ class Pair:
     @property
     def token_positions(self) -> tuple[jax.Array, jax.Array]:
         """Return the global positions of queries [block_q] and keys [block_k]; in a traced layout from ``step_positions``."""
-        if (of_step := self.inputs.score.step_positions) is None:
+        if (step_positions := self.inputs.score.step_positions) is None:
             return self.q_pos, self.k_pos
-        own = lambda of, tile: lax.dynamic_slice_in_dim(of, tile.base, tile.index.size)
-        return own(of_step[0], self.queries), own(of_step[1], self.keys)
+        own = lambda positions, tile: lax.dynamic_slice_in_dim(positions, tile.base, tile.index.size)
+        return own(step_positions[0], self.queries), own(step_positions[1], self.keys)
 
     @property
     def q_pos(self) -> jax.Array:

@@ -89,8 +89,8 @@ def recorded(decision: Decision) -> Decision:
 
 def sharded_state(inputs: OpInputs) -> Any:
     """Return the PartitionSpecs of out, lse and rest over the mesh axes of Explicit type, as a ``State``."""
-    rows, of_v = PartitionSpec(*sharded_like(inputs.q)[:3]), sharded_like(inputs.v)
-    return State(PartitionSpec(*rows, of_v[3]), rows, rows if carries_rest(inputs.q.dtype) else None)  # type: ignore[arg-type]
+    rows, v_specs = PartitionSpec(*sharded_like(inputs.q)[:3]), sharded_like(inputs.v)
+    return State(PartitionSpec(*rows, v_specs[3]), rows, rows if carries_rest(inputs.q.dtype) else None)  # type: ignore[arg-type]
 
 
 def _forward(inputs: OpInputs, decision: Decision, axis_name: str) -> tuple[tuple[jax.Array, jax.Array], tuple[OpInputs, State]]:
@@ -115,8 +115,8 @@ def _gradients(inputs: OpInputs, total: State, dtotal: State, decision: Decision
         dsinks = None if dsinks is None or arrays.sinks is None else dsinks.astype(arrays.sinks.dtype)
         return OpInputs(dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), Arrays(sinks=dsinks))
 
-    of_sinks: Any = None if inputs.arrays.sinks is None else sharded_like(inputs.arrays.sinks)
-    specs: Any = (*map(sharded_like, inputs[:3]), Arrays(sinks=of_sinks))
+    sink_specs: Any = None if inputs.arrays.sinks is None else sharded_like(inputs.arrays.sinks)
+    specs: Any = (*map(sharded_like, inputs[:3]), Arrays(sinks=sink_specs))
     return on_auto_axes(backward, OpInputs(*specs))(inputs, total, dtotal)
 
 

@@ -33,7 +33,7 @@ class Arrays(NamedTuple):
 def problem_of(q: Any, k: Any, v: Any, arrays: Arrays, ranks: int, options: Options) -> Problem:
     """Describe the call as plain data, without array values."""
     dtypes = dtype_names(q, k, v)
-    of_seed = () if arrays.dropout_seed is None else (OptionalArray("dropout_seed", (), "uint32"),)
+    seed = () if arrays.dropout_seed is None else (OptionalArray("dropout_seed", (), "uint32"),)
     return Problem(
         q.shape,
         k.shape,
@@ -42,7 +42,7 @@ def problem_of(q: Any, k: Any, v: Any, arrays: Arrays, ranks: int, options: Opti
         jax.default_backend(),
         ranks,
         options,
-        described(arrays._replace(dropout_seed=None, positions=None)._asdict()) + of_seed,
+        described(arrays._replace(dropout_seed=None, positions=None)._asdict()) + seed,
         capability(),
         tma=makes_descriptors(),
         traced_layout=arrays.positions is not None,

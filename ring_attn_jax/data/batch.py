@@ -111,9 +111,9 @@ def shard_batch(
     if documents is not None:
         owner = _shaped_like(ids, documents=integers("documents", documents, "batch", "length"))
         extents = document_extents(owner)
-    key_extents = of_path = longest = None
+    key_extents = path_positions = longest = None
     if tree is not None:
-        key_extents, of_path, owner = map(jnp.asarray, batch_of_trees(tree, *ids.shape))
+        key_extents, path_positions, owner = map(jnp.asarray, batch_of_trees(tree, *ids.shape))
         longest = longest_path(trees_of(*tree))
     layout = make_layout(layout, ranks, ids.shape[1], tree, partial(on_host, owner))
     if key_mask is not None:
@@ -140,8 +140,8 @@ def shard_batch(
     extents, key_extents, key_mask = (None if x is None else shard(x) for x in (extents, key_extents, key_mask))
     if restart_positions and extents is not None:
         where = where - extents[..., 0]
-    if of_path is not None:
-        where = shard(of_path)
+    if path_positions is not None:
+        where = shard(path_positions)
     return Shard(shard(ids), shard(labels, ignore_index), where, extents, key_mask, length, key_extents, dealt, longest)
 
 

@@ -129,19 +129,19 @@ class Shards(NamedTuple):
         plan = RingPlan(layout, full(), ranks, q.shape[1], k.shape[1], *lengths)  # type: ignore[arg-type]
         return cls(axis_name, ranks, layout, (q.shape[1], k.shape[1]), (plan.length, plan.kv_length))
 
-    def positions(self, of: int) -> jax.Array:
-        """Return the positions of this rank's tokens, int32 [tokens]. ``of``: 0 for the queries, 1 for the keys."""
+    def positions(self, side: int) -> jax.Array:
+        """Return the positions of this rank's tokens, int32 [tokens]. ``side``: 0 for the queries, 1 for the keys."""
         rank = 0 if self.axis_name is None else lax.axis_index(self.axis_name)
-        runs = named(self.layout)(rank, self.ranks, self.local[of])  # type: ignore[arg-type]  # arithmetic on a traced rank
+        runs = named(self.layout)(rank, self.ranks, self.local[side])  # type: ignore[arg-type]  # arithmetic on a traced rank
         return jnp.concatenate([run.start + run.stride * jnp.arange(run.length, dtype=jnp.int32) for run in runs])
 
-    def own(self, x: Any, of: int) -> jax.Array | None:
-        """Return this rank's shard of a global array [rows, length, ...], padded with 0. ``of``: 0 for queries, 1 for keys."""
+    def own(self, x: Any, side: int) -> jax.Array | None:
+        """Return this rank's shard of a global array [rows, length, ...], padded with 0. ``side``: 0 for queries, 1 for keys."""
         if x is None:
             return None
-        more = self.ranks * self.local[of] - x.shape[1]
+        more = self.ranks * self.local[side] - x.shape[1]
         padded = jnp.pad(jnp.asarray(x), [(0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)])
-        return jnp.take(padded, self.positions(of), 1)
+        return jnp.take(padded, self.positions(side), 1)
 
     def within(self, extents: jax.Array | None, queries: Any, keys: Any, batch: int) -> jax.Array:
         """Limit ``extents`` [batch, tokens, 2] (None: all) to keys that are not padding; padded queries get an empty interval.

@@ -124,13 +124,13 @@ class KVCache(Requests):
         Raise ValueError if an argument does not fit. Without a window, new tokens beyond the capacity are lost without an error;
         cached tokens stay. To prevent this, call :meth:`check_room` before the step, outside of jit.
         """
-        of = None if rows is None else tuple(checks.check_step_rows(rows, self.spec.batch))
+        some = None if rows is None else tuple(checks.check_step_rows(rows, self.spec.batch))
         checks.check_tokens(self.spec, tokens)
         if valid is not None:
             shape, dtype = getattr(valid, "shape", ()), str(getattr(valid, "dtype", type(valid).__name__))
-            checks.check_valid(shape, dtype, (self.spec.batch if of is None else len(of), tokens))
-        held = self._held(of)
-        meta: dict[str, Any] = {"tokens": tokens, "layout": None, "length": tokens, "fresh": False, "ragged": False, "rows": of}
+            checks.check_valid(shape, dtype, (self.spec.batch if some is None else len(some), tokens))
+        held = self._held(some)
+        meta: dict[str, Any] = {"tokens": tokens, "layout": None, "length": tokens, "fresh": False, "ragged": False, "rows": some}
         return DecodeStep(**appended(held, tokens, valid), **meta, before=held.lengths)
 
     def prefill_step(
@@ -194,8 +194,8 @@ class KVCache(Requests):
         return LayerPart(k, v, self.positions if step is None else step.k_positions, *scales)
 
     def _held(self, rows: tuple[int, ...] | None) -> CachedRequests:
-        of = lambda x: x if rows is None else x[jnp.asarray(rows, jnp.int32)]
-        return CachedRequests(of(self.positions), of(self.counts), of(self.lengths), self.spec, lax.axis_index(self.axis_name))
+        at = lambda x: x if rows is None else x[jnp.asarray(rows, jnp.int32)]
+        return CachedRequests(at(self.positions), at(self.counts), at(self.lengths), self.spec, lax.axis_index(self.axis_name))
 
 
 def _name(dtype: Any) -> Any:
@@ -221,8 +221,8 @@ def chunk_step(
     cache: KVCache, tokens: int, layout: str, lengths: Lengths | None, rows: Rows | None, fresh: bool, longest: int
 ) -> DecodeStep:
     """Return the result of ``cache.prefill_step``. If ``lengths`` is an array, no chunk has more than ``longest`` tokens."""
-    of = None if rows is None else tuple(checks.check_step_rows(rows, cache.spec.batch))
-    batch, most = cache.spec.batch if of is None else len(of), tokens * cache.spec.ranks
+    some = None if rows is None else tuple(checks.check_step_rows(rows, cache.spec.batch))
+    batch, most = cache.spec.batch if some is None else len(some), tokens * cache.spec.ranks
     positions(layout, cache.spec.ranks, tokens)
     length, ragged = longest, True
     if isinstance(lengths, jax.Array | np.ndarray):
@@ -238,7 +238,7 @@ def chunk_step(
         chunk = jnp.asarray(known, jnp.int32)
     if not fresh:
         checks.check_tokens(cache.spec, max(1, length))
-    held = cache._held(of)
+    held = cache._held(some)
     meta: dict[str, Any] = {"tokens": tokens, "layout": layout, "length": length, "fresh": fresh}
-    meta |= {"ragged": ragged, "rows": of}
+    meta |= {"ragged": ragged, "rows": some}
     return DecodeStep(**prefilled(held, chunk, layout, tokens), **meta, before=held.lengths)

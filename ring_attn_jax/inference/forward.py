@@ -92,11 +92,11 @@ def prefill_prompts(
     if known is not None:
         rows = known if isinstance(known, int | list | tuple) else known.tolist()
         rows = [rows] * len(ids) if is_integer(rows) else rows
-        of_rows = checks.check_lengths(rows, ids.shape[0], ids.shape[1], "what ids hold")
+        row_counts = checks.check_lengths(rows, ids.shape[0], ids.shape[1], "what ids hold")
         if isinstance(counts, list | tuple):
-            counts, longest = jnp.asarray(counts, jnp.int32), max(of_rows, default=0)
-    equal, of_each = (counts, None) if isinstance(counts, int) else (None, counts)
-    return _on_ring(_Prompted(equal, longest, bool(fresh)), model, cache, (ids, of_each))
+            counts, longest = jnp.asarray(counts, jnp.int32), max(row_counts, default=0)
+    equal, each = (counts, None) if isinstance(counts, int) else (None, counts)
+    return _on_ring(_Prompted(equal, longest, bool(fresh)), model, cache, (ids, each))
 
 
 def _on_ring(function: OnRank, model: Decoder, cache: KVCache, new: tuple[Any, ...]) -> Any:

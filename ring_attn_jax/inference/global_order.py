@@ -34,10 +34,10 @@ def in_global_order(
 ) -> tuple[jax.Array, Pair]:
     """Return the attention of this rank's queries, and ``new`` (k, v) to write. ``options.length``: of the whole sequence."""
     length: Any = options.length
-    of = lambda x: x if step.rows is None else x[step.into[:, 0]]
+    pick = lambda x: x if step.rows is None else x[step.into[:, 0]]
     (k, v), places = new, step.positions
     if not step.fresh:
-        held = of(cache.k[layer]), of(cache.v[layer]), of(cache.positions)
+        held = pick(cache.k[layer]), pick(cache.v[layer]), pick(cache.positions)
         held, k, v, places = vary_alike((cache.axis_name,), held, k, v, places)
         k, v, places = (jnp.concatenate(pair, 1) for pair in zip(held, (k, v, places), strict=True))
     gathered = lambda x: lax.all_gather(x, cache.axis_name, axis=1, tiled=True)

@@ -112,20 +112,20 @@ def _over_cached(q: jax.Array, cache: KVCache, layer: int, step: DecodeStep, opt
     k, v, extents = _in_order(cache, layer, step, options.mask.hi)
     k = restored(k, cache.k_scale[layer], q.dtype) if cache.spec.float8 else k
     v = restored(v, cache.v_scale[layer], q.dtype) if cache.spec.float8 else v
-    of_block = Options(layout="contiguous", mask=full(), scale=options.scale, softcap=options.softcap, backend=options.backend)
+    in_block = Options(layout="contiguous", mask=full(), scale=options.scale, softcap=options.softcap, backend=options.backend)
     runs = Run(0, queries.shape[1]), Run(0, k.shape[1])
-    out, *of_lse = block_state(queries, k, v, Arrays(extents), of_block, runs).arrays
-    packed = jnp.concatenate([out, jnp.stack(of_lse, -1)], -1).reshape(batch, ranks, local, heads, -1).swapaxes(0, 1)
+    out, *lse = block_state(queries, k, v, Arrays(extents), in_block, runs).arrays
+    packed = jnp.concatenate([out, jnp.stack(lse, -1)], -1).reshape(batch, ranks, local, heads, -1).swapaxes(0, 1)
     mine = to_ranks(packed, axis)
     width = out.shape[-1]
-    return _merged(State(mine[..., :width], *(mine[..., width + i] for i in range(len(of_lse)))))
+    return _merged(State(mine[..., :width], *(mine[..., width + i] for i in range(len(lse)))))
 
 
 def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return this rank's cached k and v by position, and int32 [b, queries, 2]: the sorted keys [first, end) of each query."""
     spec, rank = cache.spec, lax.axis_index(cache.axis_name)
-    of = lambda x: x if step.rows is None else x[step.into[:, 0]]
-    k, v, positions, count = of(cache.k[layer]), of(cache.v[layer]), of(cache.positions), of(cache.counts)[:, rank, None]
+    pick = lambda x: x if step.rows is None else x[step.into[:, 0]]
+    k, v, positions, count = pick(cache.k[layer]), pick(cache.v[layer]), pick(cache.positions), pick(cache.counts)[:, rank, None]
     slot = jnp.arange(spec.slots, dtype=jnp.int32)[None]
     if spec.window is None:
         end = count.clip(max=spec.slots)

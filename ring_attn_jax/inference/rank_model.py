@@ -132,5 +132,5 @@ def is_on(mesh: Any, x: Any) -> bool:
         return True
     if not isinstance(sharding, NamedSharding) or not isinstance(mesh, Mesh) or not isinstance(sharding.mesh, Mesh):
         return False
-    of = sharding.mesh
-    return of.axis_names == mesh.axis_names and of.devices.shape == mesh.devices.shape and (of.devices == mesh.devices).all()
+    own = sharding.mesh
+    return own.axis_names == mesh.axis_names and own.devices.shape == mesh.devices.shape and (own.devices == mesh.devices).all()

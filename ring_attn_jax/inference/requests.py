@@ -127,17 +127,17 @@ class Requests:
 
         If ``rows`` is None, also clear float8 scales that were not passed to ``make``; the next step sets them again.
         """
-        of = self._rows(range(self.spec.batch) if rows is None else rows)
+        these = self._rows(range(self.spec.batch) if rows is None else rows)
         nothing = {"positions": -1, "counts": 0, "lengths": 0, "reached": 0}
-        arrays = {name: _where(of, value, getattr(self, name), 0) for name, value in nothing.items()}
+        arrays = {name: _where(these, value, getattr(self, name), 0) for name, value in nothing.items()}
         if rows is None and self.spec.float8 and not self.spec.scaled:
             arrays |= {"k_scale": jnp.zeros_like(self.k_scale), "v_scale": jnp.zeros_like(self.v_scale)}
-        return replace(self, **arrays, states=jax.tree.map(lambda x: _where(of, 0, x, 0), self.states))
+        return replace(self, **arrays, states=jax.tree.map(lambda x: _where(these, 0, x, 0), self.states))
 
     def evict(self, rows: Rows) -> Self:
         """Empty the requests ``rows`` like :meth:`reset`, and overwrite their keys and values with 0 in the returned cache."""
-        of = self._rows(rows)
-        return replace(self.reset(rows), k=_where(of, 0, self.k, 1), v=_where(of, 0, self.v, 1))
+        these = self._rows(rows)
+        return replace(self.reset(rows), k=_where(these, 0, self.k, 1), v=_where(these, 0, self.v, 1))
 
     def fork(self, source: Rows, target: Rows) -> Self:
         """Copy request ``source[i]`` to request ``target[i]``, for each i; a single source is copied to every target.

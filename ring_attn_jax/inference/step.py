@@ -46,8 +46,8 @@ def prefilled(held: CachedRequests, chunk: jax.Array, layout: str, local: int) -
 
 def shards(layout: str, ranks: int, local: int) -> tuple[jax.Array, jax.Array]:
     """Return each rank's positions in a chunk, int32 [ranks, local], and the rank of each position, int16 [ranks * local]."""
-    of_rank, owners = placement.positions(layout, ranks, local), placement.owners(layout, ranks, local)
-    return jnp.asarray(of_rank, jnp.int32), jnp.asarray(owners, jnp.int16)
+    positions, owners = placement.positions(layout, ranks, local), placement.owners(layout, ranks, local)
+    return jnp.asarray(positions, jnp.int32), jnp.asarray(owners, jnp.int16)
 
 
 OPS = ArrayOps(

@@ -105,8 +105,8 @@ def _decode(problem: Decode, call: DecodeCall | None, ring: tuple[str, int], arr
         pair = pairs[0] if call.splits == 1 else merged_by_kernel(pairs, call, None)
         return ended_by_kernel(gather_pairs(pair, axis_name), arrays.sinks, call, ranks)
 
-    of_q, of_v = sharded_like(arrays.q)[:3], sharded_like(arrays.v)
-    return on_auto_axes(attend, (PartitionSpec(*of_q, of_v[3]), PartitionSpec(*of_q)))(arrays)
+    q_specs, v_specs = sharded_like(arrays.q)[:3], sharded_like(arrays.v)
+    return on_auto_axes(attend, (PartitionSpec(*q_specs, v_specs[3]), PartitionSpec(*q_specs)))(arrays)
 
 
 @_decode.defjvp

@@ -139,12 +139,12 @@ class RingAttention(Projections):
 
         return self.attended(attend, x, positions, context, context_positions)
 
-    def _mask_on_tree(self, key_extents: bool, longest_path: int | None, of_path: bool) -> Band:
+    def _mask_on_tree(self, key_extents: bool, longest_path: int | None, path_positions: bool) -> Band:
         """Return the mask of a call: ``causal()`` if the call passes ``longest_path``, as for a tree; else the layer's mask.
 
-        ``of_path``: False if the layer has a rotary embedding and the call passes no ``positions``.
+        ``path_positions``: False if the layer has a rotary embedding and the call passes no ``positions``.
         """
-        wrong = tree_objection(self.options.mask, key_extents, longest_path, self.config.alibi, of_path)
+        wrong = tree_objection(self.options.mask, key_extents, longest_path, self.config.alibi, path_positions)
         if wrong is not None:
             raise ValueError(wrong)
         return self.options.mask if longest_path is None else causal()

@@ -40,20 +40,20 @@ def check_layout(
     A causal query is misplaced if its extent begins after it, a token of a tree if it lies outside its key extent. Arrays of
     wrong shapes and dtypes are not checked, because the layers refuse them.
     """
-    arrays = [(of_tree, given) for of_tree, given in ((False, extents), (True, key_extents)) if _fits(given, x)]
+    arrays = [(tree, given) for tree, given in ((False, extents), (True, key_extents)) if _fits(given, x)]
     tokens = _tokens(x.shape[1], layout, ring) if arrays else None
     if tokens is None:
         return x
     wrong: Any = None
-    for of_tree, given in arrays:
+    for tree, given in arrays:
         values = on_host(given) if isinstance(tokens, np.ndarray) else None
         if values is not None:
-            inside = slice(None) if of_tree or not _is_known(length) else tokens < length
-            check_extents_match_layout(values[:, inside], tokens[inside], of_tree)
+            inside = slice(None) if tree or not _is_known(length) else tokens < length
+            check_extents_match_layout(values[:, inside], tokens[inside], tree)
             continue
         rows = tokens[None]  # of the rank of the extents: jax_numpy_rank_promotion may be "raise"
-        found = mark_mismatches(clipped(jnp.asarray(given)), rows, of_tree)
-        found = found if of_tree or not _is_known(length) else found & (rows < length)
+        found = mark_mismatches(clipped(jnp.asarray(given)), rows, tree)
+        found = found if tree or not _is_known(length) else found & (rows < length)
         wrong = found if wrong is None else wrong | found
     if wrong is None:
         return x

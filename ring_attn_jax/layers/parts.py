@@ -64,12 +64,12 @@ def product(x: jax.Array, weight: jax.Array) -> jax.Array:
     x keeps its sharding. Along ``out`` the weight stays sharded over axes that x does not use (tensor parallelism), and is
     all-gathered over other axes (FSDP).
     """
-    of_x, of_weight = sharded_like(x), sharded_like(weight)
-    if not any(of_x) and not any(of_weight):
+    x_specs, weight_specs = sharded_like(x), sharded_like(weight)
+    if not any(x_specs) and not any(weight_specs):
         return x @ weight
-    free = tuple(axis for axis in _names(of_weight[1]) if not any(axis in _names(axes) for axes in of_x)) or None
-    out = on_mesh(PartitionSpec(*of_x[:-1], free), x, weight)
-    return jnp.dot(x, resharded(weight, PartitionSpec(of_x[-1], free), x), out_sharding=out)
+    free = tuple(axis for axis in _names(weight_specs[1]) if not any(axis in _names(axes) for axes in x_specs)) or None
+    out = on_mesh(PartitionSpec(*x_specs[:-1], free), x, weight)
+    return jnp.dot(x, resharded(weight, PartitionSpec(x_specs[-1], free), x), out_sharding=out)
 
 
 def along_last(vector: jax.Array, x: jax.Array) -> jax.Array:

@@ -54,7 +54,7 @@ class Projections(nnx.Module):
         self.ring.check_axis(self)
         source = x if context is None else context
         heads = ((self.q, x), (self.k, source), (self.v, source))
-        q, k, v = (project(of).reshape(*of.shape[:2], -1, self.config.head_dim) for project, of in heads)
+        q, k, v = (project(inputs).reshape(*inputs.shape[:2], -1, self.config.head_dim) for project, inputs in heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:

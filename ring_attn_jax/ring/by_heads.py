@@ -34,9 +34,9 @@ def forward(this: Any, q: jax.Array, keys: Keys, score: Score, backend: Backend,
     found = []
     for step in this.steps(gathered(keys, this.ring)):
         with this.named(step):
-            of_q, *state = map(step.cut, (q, *(total.arrays if total else ())))
-            part = step.score(score, of_q.shape[2])
-            state = step.settle(backend.attend(of_q, step.keys, step.rows, part, State(*state) if state else None, last=True))
+            q_heads, *state = map(step.cut, (q, *(total.arrays if total else ())))
+            part = step.score(score, q_heads.shape[2])
+            state = step.settle(backend.attend(q_heads, step.keys, step.rows, part, State(*state) if state else None, last=True))
         found.append(state.arrays)
     return State(*map(side_by_side, zip(*found, strict=True)))
 
@@ -48,9 +48,9 @@ def backward(
     taken, found, dsinks = [], [], []
     for step in this.steps(gathered(keys, this.ring)):
         with this.named(step):
-            of_q, dout, dlse, *state = map(step.cut, (q, *dtotal.arrays, *total.arrays))
-            part = step.score(score, of_q.shape[2])
-            inputs = backend.backward_inputs(of_q, step.keys, step.rows, part, State(*state), State(dout, dlse))
+            q_heads, dout, dlse, *state = map(step.cut, (q, *dtotal.arrays, *total.arrays))
+            part = step.score(score, q_heads.shape[2])
+            inputs = backend.backward_inputs(q_heads, step.keys, step.rows, part, State(*state), State(dout, dlse))
             gradients = backend.attend_backward(inputs, step.keys, step.rows, part, None, step.arrived, last=True)
             dq, dkv = step.settle(gradients)
             step.send_home(dkv)
@@ -70,10 +70,10 @@ def gathered(keys: Keys, ring: Ring) -> Iterator[HeadStep]:
     """Yield the step of each group, after the keys of the next group have been gathered."""
     own = jnp.split(keys.kv, ring.plan.groups, 2)
     kv, *rest = jax.tree.map(lambda x: all_gather(x, ring.axis), keys._replace(kv=own[0]))
-    step, of_all = None, rows(ring, 0)
+    step, every_rank = None, rows(ring, 0)
     for number in range(len(own)):
         whole = keys_in_order(joined(Keys(kv, *rest), keys.kv.shape[1]), ring)
-        step = HeadStep(whole, of_all, step, ring, number, own)
+        step = HeadStep(whole, every_rank, step, ring, number, own)
         if number + 1 < len(own):
             kv = all_gather(own[number + 1], ring.axis)
         yield step

@@ -83,13 +83,13 @@ def backward(
             return by_heads.backward(this, q, keys, total, dtotal, score, backend)
         strategy = STRATEGIES[ring.strategy]
         (q, dout, dlse, *state), keys, score = strategy.spread((q, *dtotal.arrays, *total.arrays), keys, score, ring)
-        of_q = dq = None
+        query = dq = None
         for step in this.steps(strategy.circulate(keys, ring)):
             with this.named(step):
-                if of_q is None:
-                    of_q = backend.backward_inputs(q, keys, step.rows, score, State(*state), State(dout, dlse))
-                gradients = backend.attend_backward(of_q, step.keys, step.rows, score, dq, step.arrived, last=step.last)
+                if query is None:
+                    query = backend.backward_inputs(q, keys, step.rows, score, State(*state), State(dout, dlse))
+                gradients = backend.attend_backward(query, step.keys, step.rows, score, dq, step.arrived, last=step.last)
                 dq, dkv = step.settle(gradients)
                 step.send_home(dkv)
-        assert of_q is not None and dq is not None
-        return strategy.collect_gradients(dq, step.home(), of_q, ring)
+        assert query is not None and dq is not None
+        return strategy.collect_gradients(dq, step.home(), query, ring)

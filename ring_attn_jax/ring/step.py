@@ -77,7 +77,7 @@ class Strategy(Protocol):
         return results
 
     def collect_gradients(
-        self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
+        self, dq: jax.Array, dkv: Gradients, query: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
         """Return the gradients of this rank's own q, keys and sinks (None without), from those of what ``spread`` returned."""
-        return dq, dkv, of_q.sinks
+        return dq, dkv, query.sinks

@@ -135,22 +135,22 @@ def _of_chunks(
     return (total, each), dhidden, dhead
 
 
-def _entropy(logits: jax.Array, of: Labels, settings: ChunkSettings) -> tuple[Sums, jax.Array]:
+def _entropy(logits: jax.Array, target: Labels, settings: ChunkSettings) -> tuple[Sums, jax.Array]:
     """Return the sums, and the log-sum-exp of each token. The first sum is NaN if a label is outside the vocabulary."""
-    labels = of.labels
+    labels = target.labels
     wide, kept = logits.astype(accumulation_dtype(logits.dtype)), labels != settings.ignored
     lse = jax.nn.logsumexp(wide, -1)
     index = jnp.where(kept, jnp.where(labels < 0, logits.shape[-1], labels), 0)  # negative indices count from the end
     chosen = jnp.take_along_axis(logits, index[..., None], -1, mode="fill")[..., 0].astype(wide.dtype)
-    each = of.weighted(jnp.where(kept, lse - chosen, 0))
+    each = target.weighted(jnp.where(kept, lse - chosen, 0))
     return (each.sum(), each if settings.each else None), lse
 
 
-def _dlogits(logits: jax.Array, of: Labels, lse: jax.Array, settings: ChunkSettings) -> jax.Array:
+def _dlogits(logits: jax.Array, target: Labels, lse: jax.Array, settings: ChunkSettings) -> jax.Array:
     """Return the gradient of the logits in at least float32: 0 at ignored labels, NaN at others outside the vocabulary."""
-    labels = of.labels
+    labels = target.labels
     tokens = jnp.arange(logits.shape[-1], dtype=labels.dtype).reshape(*[1] * labels.ndim, -1)
     p = jnp.exp(logits.astype(lse.dtype) - lse[..., None]) - (labels[..., None] == tokens).astype(lse.dtype)
     wrong = (labels < 0) | (labels >= logits.shape[-1])
-    p = p if of.weights is None else p * of.weights[..., None].astype(p.dtype)
+    p = p if target.weights is None else p * target.weights[..., None].astype(p.dtype)
     return jnp.where((labels != settings.ignored)[..., None], jnp.where(wrong[..., None], jnp.nan, p), 0)

@@ -100,9 +100,9 @@ def _backward(settings: LogProbSettings, kept: Any, dvalues: tuple[jax.Array, ..
     weight, length = head.astype(x.dtype), _length(x, settings)
 
     def step(dhead: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
-        (x, labels), *of_chunk = chunk
+        (x, labels), *chunk_arrays = chunk
         x, logits = _logits(x, weight, labels, settings)
-        dlogits = _dlogits(logits, labels, *of_chunk, settings=settings).astype(x.dtype)
+        dlogits = _dlogits(logits, labels, *chunk_arrays, settings=settings).astype(x.dtype)
         dhead = dhead + jnp.einsum("bcv,bcd->vd", dlogits, x, preferred_element_type=head.dtype)
         return dhead, jnp.einsum("bcv,vd->bcd", dlogits, weight)
 

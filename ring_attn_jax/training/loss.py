@@ -79,13 +79,13 @@ def loss(
     check_loss(logits.shape, labels.shape, None if head is None else head.shape, chunk, reduction)
     check_weights(None if label_weights is None else label_weights.shape, labels.shape)
     check_order(order)
-    settings, of_tokens = ChunkSettings(int(ignore_index), int(chunk), order == "global"), Labels(labels, label_weights)
+    settings, marked = ChunkSettings(int(ignore_index), int(chunk), order == "global"), Labels(labels, label_weights)
     if mesh is not None:
-        names = ShardedAxes.of(mesh, axis_name, batch_axes, None).seen_in(of_tokens.labels)
-        return _mapped(settings, reduction, names, logits, of_tokens, head)
+        names = ShardedAxes.of(mesh, axis_name, batch_axes, None).seen_in(marked.labels)
+        return _mapped(settings, reduction, names, logits, marked, head)
     if batch_axes:
         raise ValueError(f"batch_axes={batch_axes!r} goes with mesh=...: inside shard_map name all axes in axis_name")
-    return _over_ranks(logits, of_tokens, head, settings, reduction, axis_name)
+    return _over_ranks(logits, marked, head, settings, reduction, axis_name)
 
 
 def count_labels(labels: jax.Array, *, axis_name: str | Sequence[str] | None = "seq", ignore_index: int = -100) -> jax.Array:
@@ -114,9 +114,9 @@ def _over_ranks(
     if head is None:
         total, each = sum_of_logits(logits, labels, settings)
     else:
-        of_chunks = on_auto_axes(partial(sum_of_hidden, settings=settings), PartitionSpec())
+        sum_chunks = on_auto_axes(partial(sum_of_hidden, settings=settings), PartitionSpec())
         rows = logits.reshape(-1, *logits.shape[-2:]) if logits.ndim != 3 else logits
-        total, each = of_chunks(rows, head, jax.tree.map(lambda x: x.reshape(rows.shape[:2]), labels))
+        total, each = sum_chunks(rows, head, jax.tree.map(lambda x: x.reshape(rows.shape[:2]), labels))
     divisor = (labels.labels != settings.ignored).sum() if labels.weights is None else labels.weights.sum()
     summed = [] if each is None else [each] if labels.weights is None else [each, labels.weights]
     sums = [_of_all_ranks(x, axis_name) for x in summed]

@@ -75,8 +75,8 @@ def check_ranks(what: Any) -> None:
 def _entries(what: Any) -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, value) of each leaf of the pytree ``what``."""
     for path, x in tree_leaves_with_path(what, is_leaf=lambda x: x is None):
-        of_variable = isinstance(path[-1], GetAttrKey) and path[-1].name == "value" if path else False
-        name = keystr(path[:-1] if of_variable else path, simple=True, separator=".") or "what"
+        is_variable = isinstance(path[-1], GetAttrKey) and path[-1].name == "value" if path else False
+        name = keystr(path[:-1] if is_variable else path, simple=True, separator=".") or "what"
         if isinstance(x, Tracer):
             raise ValueError(f"{name} is traced and has no value yet: call check_ranks outside of jit, grad and shard_map")
         if not isinstance(x, jax.Array):
@@ -100,11 +100,11 @@ def _replicas(x: Any) -> list[Replica]:
         return [plain_replica(("process", jax.process_index()), x)]
     kind = array_kind("Array", x.dtype, x.shape)
     parts = {device: _part(index, x.shape) for device, index in x.sharding.devices_indices_map(x.shape).items()}
-    held, of_every_process = Counter(parts.values()), jax.process_count() > 1 and x.is_fully_addressable
+    held, on_every_process = Counter(parts.values()), jax.process_count() > 1 and x.is_fully_addressable
     replicas = []
     for shard in x.addressable_shards:
         part = parts[shard.device]
-        if held[part] > 1 or of_every_process:
+        if held[part] > 1 or on_every_process:
             replicas.append(Replica(("device", shard.device.id), kind, _content(shard.data), part))
     return replicas or [Replica(("process", jax.process_index()), kind, "an array without copies")]
 
@@ -155,8 +155,8 @@ def together(call: str, mesh: Any) -> Iterator[list[str]]:
         yield alike
     except Exception as objection:
         error = objection
-    of = {device.process_index for device in mesh.devices.flat} if isinstance(mesh, Mesh) else set()
-    if jax.process_count() == 1 or len(of) < jax.process_count():
+    processes = {device.process_index for device in mesh.devices.flat} if isinstance(mesh, Mesh) else set()
+    if jax.process_count() == 1 or len(processes) < jax.process_count():
         if error is not None:
             raise error
         return

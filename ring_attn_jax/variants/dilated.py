@@ -107,8 +107,8 @@ def attend(
     rank = lax.axis_index(axis_name)
     queries, keys = places_of(batches)
     outs, lses = [], []
-    of_batches = folded(q, queries, rank), folded(k, keys, rank), folded(v, keys, rank)
-    for each, q_of, k_of, v_of in zip(batches, *of_batches, strict=True):
+    batched = folded(q, queries, rank), folded(k, keys, rank), folded(v, keys, rank)
+    for each, q_of, k_of, v_of in zip(batches, *batched, strict=True):
         out, lse = attention(q_of, k_of, v_of, _arrays(each, key_mask, q, rank), each.options(options), axis_name)
         outs.append(out)
         lses.append(lse)
@@ -120,8 +120,8 @@ def _arrays(batches: FoldedBatches, key_mask: jax.Array | None, q: jax.Array, ra
     if not batches.needs_extents and key_mask is None:
         return Arrays()
     b, rows = q.shape[0], q.shape[0] * batches.head_groups
-    slot, of_group = jnp.arange(batches.slots, dtype=jnp.int32)[None], jnp.arange(batches.head_groups, dtype=jnp.int32)[:, None]
-    holds, first, end = batches.visible(rank, slot, of_group)
+    slot, group = jnp.arange(batches.slots, dtype=jnp.int32)[None], jnp.arange(batches.head_groups, dtype=jnp.int32)[:, None]
+    holds, first, end = batches.visible(rank, slot, group)
     extents = jnp.broadcast_to(jnp.stack((first, end), -1), (b, batches.head_groups, batches.slots, 2)).reshape(
         rows, batches.slots, 2
     )
@@ -130,8 +130,8 @@ def _arrays(batches: FoldedBatches, key_mask: jax.Array | None, q: jax.Array, ra
         most = batches.dilation - 1
         padded = jnp.pad(key_mask, ((0, 0), (most, batches.spanned - batches.local)))
         padded = lax.dynamic_slice_in_dim(padded, most - batches.front(rank), batches.spanned, 1)
-        of_batches = padded.reshape(b, batches.slots, batches.dilation)[:, :, : batches.head_groups].transpose(0, 2, 1)
-        folded_mask = (of_batches & holds[None]).reshape(rows, batches.slots)
+        batch_mask = padded.reshape(b, batches.slots, batches.dilation)[:, :, : batches.head_groups].transpose(0, 2, 1)
+        folded_mask = (batch_mask & holds[None]).reshape(rows, batches.slots)
     elif batches.needs_key_mask:
         folded_mask = jnp.broadcast_to(holds, (b, batches.head_groups, batches.slots)).reshape(rows, batches.slots)
     return Arrays(extents=extents if batches.needs_extents else None, key_mask=folded_mask)

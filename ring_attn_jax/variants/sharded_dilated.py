@@ -79,8 +79,8 @@ def sharded_dilated_attention(
     inputs = {"q": q, "k": k, "v": v} | ({} if key_mask is None else {"key_mask": key_mask})
     for array in described({name: x for name, x in inputs.items() if name == "key_mask"}):
         check_array(array, q.shape, k.shape)
-    of_pairs = Patterns(tuple(segment for segment, _ in pairs), tuple(dilation for _, dilation in pairs), mixing)
-    return over_mesh(_attend, (options, of_pairs), inputs, where, where.specs(k.shape[2]), return_lse)
+    pattern_pairs = Patterns(tuple(segment for segment, _ in pairs), tuple(dilation for _, dilation in pairs), mixing)
+    return over_mesh(_attend, (options, pattern_pairs), inputs, where, where.specs(k.shape[2]), return_lse)
 
 
 def _attend(inputs: dict[str, Any], where: ShardedAxes, options: Options, patterns: Patterns) -> tuple[jax.Array, jax.Array]:

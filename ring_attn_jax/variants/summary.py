@@ -207,8 +207,8 @@ def _summaries(inputs: SummaryInputs, plan: SummaryPlan, axis_name: str) -> Summ
         key_mask=key_mask,
         backend=plan.options.backend,
     )
-    (of_k, lse), (of_v, _) = pooled(k), pooled(v)  # two calls, since Hopper's kernels take no values wider than keys
-    parts = [of_k, of_v, lse[..., None]]
+    (pooled_k, lse), (pooled_v, _) = pooled(k), pooled(v)  # two calls, since Hopper's kernels take no values wider than keys
+    parts = [pooled_k, pooled_v, lse[..., None]]
     if key_mask is not None:
         before = jnp.pad(jnp.cumsum(key_mask, 1, dtype=jnp.int32), ((0, 0), (1, 0)))
         parts.append(jnp.broadcast_to((before[:, end] - before[:, first])[..., None, None].astype(wide), (b, slots * m, g, 1)))
@@ -217,7 +217,7 @@ def _summaries(inputs: SummaryInputs, plan: SummaryPlan, axis_name: str) -> Summ
     place, exists = plan.held(blocks[:, None], owners[None])
     held = every.reshape(b, every.shape[1] // m, m, *every.shape[2:])[:, place]
     exists = exists[:, :, None, None]
-    of_k, of_v, lse, count = jnp.split(held, [d, d + e, d + e + 1], -1)
+    pooled_k, pooled_v, lse, count = jnp.split(held, [d, d + e, d + e + 1], -1)
     lse = jnp.where(exists, lse[..., 0], -jnp.inf)
     top = lax.stop_gradient(lse.max(2, keepdims=True))
     z = jnp.exp(lse - jnp.where(top == -jnp.inf, 0, top))
@@ -227,14 +227,14 @@ def _summaries(inputs: SummaryInputs, plan: SummaryPlan, axis_name: str) -> Summ
     fraction = None
     if key_mask is not None:
         fraction = jnp.where(exists[..., 0], count[..., 0, 0], 0).sum(2).reshape(b, plan.blocks * m) / plan.options.width
-    return Summaries(whole(of_k), whole(of_v), fraction)
+    return Summaries(whole(pooled_k), whole(pooled_v), fraction)
 
 
 def _checked(inputs: SummaryInputs, options: SummaryOptions, ranks: int) -> SummaryPlan:
     q, k, v, pool, _ = inputs
     dtype_names(q, k, v)
-    (of_pool,) = described({"pool": pool}) or (None,)
-    return checked({"q": q.shape, "k": k.shape, "v": v.shape}, of_pool, options, ranks)
+    (pool_array,) = described({"pool": pool}) or (None,)
+    return checked({"q": q.shape, "k": k.shape, "v": v.shape}, pool_array, options, ranks)
 
 
 def sharded(inputs: SummaryInputs, options: SummaryOptions, where: ShardedAxes, return_lse: bool = False) -> Any:
@@ -246,8 +246,8 @@ def sharded(inputs: SummaryInputs, options: SummaryOptions, where: ShardedAxes, 
     _checked(inputs, options, 1)
     if key_mask is not None:
         check_array(described({"key_mask": key_mask})[0], q.shape, k.shape)
-    of_k = where.specs(k.shape[2])
-    specs = {name: of_k[name] for name in ("q", "k", "v", "key_mask")} | {"pool": PartitionSpec(None, *of_k["k"][2:3])}
+    k_specs = where.specs(k.shape[2])
+    specs = {name: k_specs[name] for name in ("q", "k", "v", "key_mask")} | {"pool": PartitionSpec(None, *k_specs["k"][2:3])}
     return over_mesh(_attend, (options,), inputs._asdict(), where, specs, return_lse)
 
 

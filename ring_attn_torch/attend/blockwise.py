@@ -52,10 +52,10 @@ class Blockwise:
         (out, lse, rest), (dout, dlse, _) = total, dtotal
         unseen = lse == -math.inf
         dout, dlse = dout.masked_fill(unseen[..., None], 0), dlse.masked_fill(unseen, 0)
-        of_out = torch.sum(dout.to(lse.dtype) * out.to(lse.dtype), -1)
+        row_sums = torch.sum(dout.to(lse.dtype) * out.to(lse.dtype), -1)
         if score.sinks is not None:  # out 0 adds nothing to the sinks' gradient, even if dout is NaN
-            of_out = of_out.masked_fill(~out.any(-1), 0)
-        delta = of_out - dlse
+            row_sums = row_sums.masked_fill(~out.any(-1), 0)
+        delta = row_sums - dlse
         dsinks = sink_gradient(score, total, delta)
         if rest is not None:
             factor = torch.exp(-rest)
@@ -63,10 +63,10 @@ class Blockwise:
         return BackwardInputs(q, dout, lse, delta, dsinks, out=out)
 
     def attend_backward(
-        self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor | None, arrived: Arrived, last: bool
+        self, query: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor | None, arrived: Arrived, last: bool
     ) -> tuple[Tensor, Gradients]:
-        dq = of_q.q.new_zeros(of_q.q.shape, dtype=accumulation_dtype(of_q.q.dtype)) if dq is None else dq
-        dq, dkv = self.gradients(of_q, keys, rows, score, dq)
+        dq = query.q.new_zeros(query.q.shape, dtype=accumulation_dtype(query.q.dtype)) if dq is None else dq
+        dq, dkv = self.gradients(query, keys, rows, score, dq)
         before = arrived()
         return dq, dkv if before is None else dkv.add_(before)
 
@@ -100,7 +100,7 @@ class Blockwise:
                         queries.store(rest[0], rest_of(m, l.log(), after))
         return total
 
-    def gradients(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
+    def gradients(self, query: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
         """Add the gradient of q from these keys to ``dq`` in place. Return ``dq``, and dkv: the gradient of ``keys.kv``.
 
             p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
@@ -109,7 +109,7 @@ class Blockwise:
         z_ij: 1 / (1 - dropout_rate), or 0 if dropped. delta_i = dout_i . out_i - dlse_i. tanh: tanh(scale q_i . k_j / softcap),
         or 0 without softcap. The caller has multiplied dout and delta by exp(-rest_i), if the state has a rest.
         """
-        q, dout, lse, delta, *_ = of_q
+        q, dout, lse, delta, *_ = query
         d = q.shape[-1]
         dkv = torch.zeros_like(keys.kv, dtype=dq.dtype)
         for inputs in TileInputs.all(q, keys, rows, score):
@@ -118,10 +118,10 @@ class Blockwise:
                 q_tile = queries.load(inputs.q).mul_(score.scale)
                 dout_tile, lse_tile, delta_tile = (queries.load(x[inputs.batch]) for x in (dout, lse, delta))
                 dq_tile = torch.zeros_like(q_tile)
-                of_queries = queries.holds(score.own_queries)
+                q_held = queries.holds(score.own_queries)
                 for pair in inputs.pairs(queries):
-                    of_keys = pair.keys.holds(score.own_keys)
-                    if not (of_queries or of_keys):
+                    k_held = pair.keys.holds(score.own_keys)
+                    if not (q_held or k_held):
                         continue
                     k_tile, v_tile = pair.load_kv(dout.shape[-1])
                     q_visible, dout_visible, delta_visible = map(pair.queries_that_see, (q_tile, dout_tile, delta_tile))
@@ -130,9 +130,9 @@ class Blockwise:
                     ds = pair.drop_(inputs.product("dp", dout_visible, v_tile.transpose(1, 2))).sub_(delta_visible).mul_(p)
                     if tanh is not None:
                         ds.addcmul_(ds * tanh, tanh, value=-1)
-                    if of_queries:
+                    if q_held:
                         dq_tile.baddbmm_(ds, k_tile)
-                    if of_keys:
+                    if k_held:
                         pair.keys.add(dk, inputs.product("dk", ds.transpose(1, 2), q_visible))
                         pair.keys.add(dv, inputs.product("dv", pair.drop_(p).transpose(1, 2), dout_visible))
                 queries.add(dq[inputs.batch], dq_tile.mul_(score.scale))

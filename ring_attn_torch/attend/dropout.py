@@ -75,8 +75,8 @@ def philox_keys(state: Tensor, batch: int, heads: int) -> Tensor:
 
 def keep_mask(philox_keys: Tensor, rate: float, q_pos: Tensor, k_pos: Tensor) -> Tensor:
     """Return dropout's keep mask, bool [batch, heads, queries, keys]. ``q_pos`` [queries], ``k_pos`` [keys]: global positions."""
-    (of_q, which), (of_k, turn) = place_of_query(q_pos[:, None]), place_of_key(k_pos)
-    words = philox2x32((of_q, of_k), philox_keys[:, :, None, None], multiply)
+    (q_at, which), (k_at, turn) = place_of_query(q_pos[:, None]), place_of_key(k_pos)
+    words = philox2x32((q_at, k_at), philox_keys[:, :, None, None], multiply)
     return number(torch.where(which == 0, *words), turn) >= threshold(rate)
 
 
@@ -107,7 +107,7 @@ def dropout_mask(
     another argument is out of its range.
     """
     check_dropout_rate(dropout_rate)
-    of_q, of_k = torch.as_tensor(q_positions).long(), torch.as_tensor(k_positions).long()
-    check_mask_sizes(batch, heads, of_q.ndim, of_k.ndim)
-    keys = philox_keys(dropout_state(Dropout(dropout_seed, dropout_offset), of_q.device), batch, heads)
-    return keep_mask(keys, dropout_rate, of_q, of_k.to(of_q.device))
+    q_at, k_at = torch.as_tensor(q_positions).long(), torch.as_tensor(k_positions).long()
+    check_mask_sizes(batch, heads, q_at.ndim, k_at.ndim)
+    keys = philox_keys(dropout_state(Dropout(dropout_seed, dropout_offset), q_at.device), batch, heads)
+    return keep_mask(keys, dropout_rate, q_at, k_at.to(q_at.device))

@@ -48,21 +48,21 @@ def as_one_run(rows: Rows, keys: Keys, score: Score, queries: int, band: Band) -
     one = Row(-tokens, queries, 0, sum(run[1] for run in q_runs), 0, 0, sum(run[1] for run in k_runs), 0, 1, 0)
     given, shards = (score.extents, keys.extents), StepShards(q_runs, k_runs, queries, tokens, batch, band, device)
     if reusable(given, device):
-        extents, of_keys = _recent(*map(Unchanged, given), shards, stream_of(device))
+        extents, key_extents = _recent(*map(Unchanged, given), shards, stream_of(device))
     else:
-        extents, of_keys = _converted(*given, shards)
-    return ((one,),), keys._replace(extents=of_keys), score._replace(extents=extents)
+        extents, key_extents = _converted(*given, shards)
+    return ((one,),), keys._replace(extents=key_extents), score._replace(extents=extents)
 
 
-def _converted(extents: Tensor | None, key_extents: Tensor | None, of: StepShards) -> tuple[Tensor, Tensor | None]:
+def _converted(extents: Tensor | None, key_extents: Tensor | None, shards: StepShards) -> tuple[Tensor, Tensor | None]:
     """Return extents [b s 2], cut to the mask ``of.band``, and key extents [b t 2], converted from positions to local indices."""
-    least, most = _limits(of.q_runs, of.queries, of.band, of.device)
+    least, most = _limits(shards.q_runs, shards.queries, shards.band, shards.device)
     if extents is None:
-        extents = torch.stack([least[:, 0], most[:, 1]], -1).expand(of.batch, -1, -1)
+        extents = torch.stack([least[:, 0], most[:, 1]], -1).expand(shards.batch, -1, -1)
     else:
         extents = clipped(extents).clamp(least, most)
-    of_keys = None if key_extents is None else _local(_positions(of.q_runs, of.queries, of.device), key_extents)
-    return _local(_positions(of.k_runs, of.keys, of.device), extents), of_keys
+    local_keys = None if key_extents is None else _local(_positions(shards.q_runs, shards.queries, shards.device), key_extents)
+    return _local(_positions(shards.k_runs, shards.keys, shards.device), extents), local_keys
 
 
 @lru_cache(maxsize=32)  # an entry per step and batch, some 16 bytes per token on the device: all layers and passes share it

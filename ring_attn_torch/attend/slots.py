@@ -98,12 +98,12 @@ def blockwise(arrays: DecodeArrays, problem: Decode) -> Tensor:
     rows = q.to(wide).view(b, n, g, h // g, d).permute(0, 2, 1, 3, 4).reshape(b, g, -1, d) * problem.factor
     if arrays.k_scale is not None:
         rows = rows * arrays.k_scale.to(wide)[:, None, None]
-    of_tree = None if arrays.tree_mask is None else arrays.depths
+    depths = None if arrays.tree_mask is None else arrays.depths
     found = []
     for row in range(b):
         state = _State.nothing(rows[row], e)
         for start in range(0, t, chunk):
-            seen, lag = _visible(arrays, of_tree, problem.window, row, slice(start, start + chunk))
+            seen, lag = _visible(arrays, depths, problem.window, row, slice(start, start + chunk))
             keys, values = (x[row, start : start + chunk].to(wide) for x in (k, v))
             state = _visit(state, rows[row], keys, values, _Visibility(seen, lag, arrays.alibi_slopes, problem.softcap))
         found.append(state.pair())
@@ -142,10 +142,10 @@ class _State(NamedTuple):
         return torch.cat([self.acc / total[..., None], lse[..., None]], -1)
 
 
-def _visible(arrays: DecodeArrays, of_tree: Tensor | None, window: int | None, row: int, slots: slice) -> tuple[Tensor, Tensor]:
-    """Return visibility, bool [n slots], and lags, int [n slots], of a batch row. ``of_tree``: ``arrays.depths`` of a tree."""
+def _visible(arrays: DecodeArrays, depths: Tensor | None, window: int | None, row: int, slots: slice) -> tuple[Tensor, Tensor]:
+    """Return visibility, bool [n slots], and lags, int [n slots], of a batch row. ``depths``: ``arrays.depths`` of a tree."""
     position, i = arrays.k_positions[row, slots], arrays.q_positions[row, :, None]
-    if of_tree is None:
+    if depths is None:
         lag = i - position
         visible = (lag >= 0) & (position >= 0)
     else:
@@ -153,7 +153,7 @@ def _visible(arrays: DecodeArrays, of_tree: Tensor | None, window: int | None, r
         node = position - i[:1, 0]
         inside = (node >= 0) & (node < n) & (position >= 0)
         node = node.clamp(0, max(n - 1, 0)).long()
-        lag = of_tree[row, :, None] - torch.where(inside, of_tree[row][node], position)
+        lag = depths[row, :, None] - torch.where(inside, depths[row][node], position)
         visible = torch.where(inside, arrays.tree_mask[row][:, node], (position >= 0) & (position < i[:1, 0]))
     return (visible if window is None else visible & (lag <= window)), lag
 

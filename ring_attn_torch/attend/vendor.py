@@ -47,8 +47,8 @@ class Vendor(Blockwise):
         out, lse, _ = total
         q, (k, v) = aligned(q), _two_arrays(keys, q.shape[-1])
         for piece in pieces(rows) if q.numel() else ():
-            of_queries, of_keys = q[:, piece.queries], (x[:, piece.keys] for x in (k, v))
-            other, other_lse = self._forward(score.scale, piece.causal, of_queries, *of_keys)
+            q_part, k_part = q[:, piece.queries], (x[:, piece.keys] for x in (k, v))
+            other, other_lse = self._forward(score.scale, piece.causal, q_part, *k_part)
             before = lse[:, piece.queries]
             after = torch.logaddexp(before, other_lse.transpose(1, 2))
             weights = ((x - after).exp()[..., None] for x in (before, other_lse.transpose(1, 2)))
@@ -56,15 +56,15 @@ class Vendor(Blockwise):
             lse[:, piece.queries] = after
         return total
 
-    def gradients(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
-        assert of_q.out is not None
-        q, dout, out, lse = aligned(of_q.q), aligned(of_q.dout), aligned(of_q.out), of_q.lse
+    def gradients(self, query: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
+        assert query.out is not None
+        q, dout, out, lse = aligned(query.q), aligned(query.dout), aligned(query.out), query.lse
         k, v = _two_arrays(keys, q.shape[-1])
         dkv = torch.zeros_like(keys.kv, dtype=dq.dtype)
         dk, dv = _two_arrays(Keys(dkv), q.shape[-1])
         for piece in pieces(rows) if q.numel() else ():
-            of_queries, of_keys = (x[:, piece.queries] for x in (dout, q, out, lse)), (x[:, piece.keys] for x in (k, v))
-            parts = self._backward(score.scale, piece.causal, *of_queries, *of_keys)
+            q_part, k_part = (x[:, piece.queries] for x in (dout, q, out, lse)), (x[:, piece.keys] for x in (k, v))
+            parts = self._backward(score.scale, piece.causal, *q_part, *k_part)
             for total, where, part in zip((dq, dk, dv), (piece.queries, piece.keys, piece.keys), parts, strict=True):
                 total[:, where] += part
         return dq, dkv

@@ -145,8 +145,8 @@ def _evaluated(block_mask: BlockMask, shape: Shape) -> DenseMaskArguments:
             seen = create_mask(shifted, batch, heads, len(rows), keys, device=device)  # type: ignore[arg-type]
         except Exception as error:
             raise ValueError(f"block_mask has a mask_mod that cannot be evaluated at every pair: {error}") from error
-        of_pairs = lambda blocks, rows=rows: blocks[:, :, rows // tall][..., key_blocks]
-        if (seen & ~of_pairs(partial | full)).any() or (~seen & of_pairs(full)).any():
+        tile_pairs = lambda blocks, rows=rows: blocks[:, :, rows // tall][..., key_blocks]
+        if (seen & ~tile_pairs(partial | full)).any() or (~seen & tile_pairs(full)).any():
             raise ValueError(
                 "block_mask lists blocks that contradict its mask_mod, so torch's results depend on the kernel: make it with "
                 "create_block_mask, in a mask_mod that says everything"
@@ -154,9 +154,9 @@ def _evaluated(block_mask: BlockMask, shape: Shape) -> DenseMaskArguments:
         if (seen != seen[:, :1]).any():
             raise ValueError(f"block_mask {HEADS_DIFFER}")
         alike = seen.stride(0) == 0  # the function does not read the batch row
-        of_rows = seen[:1, 0] if alike else seen[:, 0]
-        hulls = hulls or Hulls(len(of_rows), queries, keys)
-        hulls.add(start, of_rows.cpu().numpy())
+        by_row = seen[:1, 0] if alike else seen[:, 0]
+        hulls = hulls or Hulls(len(by_row), queries, keys)
+        hulls.add(start, by_row.cpu().numpy())
     parts = (hulls or Hulls(1, queries, keys)).parts()
     if parts is None:
         raise ValueError(f"block_mask {NEITHER}")

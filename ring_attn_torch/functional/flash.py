@@ -246,9 +246,9 @@ def _band(sides: tuple[int | None, int | None], offset: int) -> Band:
     return Band(None if right is None else -right - offset, None if left is None else left - offset)
 
 
-def _ends(of: str, cu_seqlens: Any, total: int, longest: Any) -> tuple[Tensor, int | None]:
-    """Return checked cu_seqlens as int64, and the longest document; None if values are unknown. ``of``: "q" or "k"."""
-    name = f"cu_seqlens_{of}"
+def _ends(side: str, cu_seqlens: Any, total: int, longest: Any) -> tuple[Tensor, int | None]:
+    """Return checked cu_seqlens as int64, and the longest document; None if values are unknown. ``side``: "q" or "k"."""
+    name = f"cu_seqlens_{side}"
     ends = integers(name, cu_seqlens, "documents + 1")
     if not ends.shape[0]:
         raise ValueError(f"{name} must be 0 and then the end of each document, got no entry")
@@ -261,11 +261,11 @@ def _ends(of: str, cu_seqlens: Any, total: int, longest: Any) -> tuple[Tensor, i
     if values[-1] > total:
         raise ValueError(
             f"{name} ends at {values[-1]}, and the row has {total} tokens over all ranks: pass cu_seqlens of the whole row, and "
-            f"{'length' if of == 'q' else 'kv_length'}= if it is padded"
+            f"{'length' if side == 'q' else 'kv_length'}= if it is padded"
         )
     if not is_integer(longest) or (steps > int(longest)).any():
         raise ValueError(
-            f"max_seqlen_{of} must be an int, at least the longest document of {name}, {max(steps, default=0)} tokens, got "
+            f"max_seqlen_{side} must be an int, at least the longest document of {name}, {max(steps, default=0)} tokens, got "
             + in_words(longest)
         )
     return ends, int(max(steps, default=0))

@@ -43,12 +43,12 @@ class Shards(NamedTuple):
     local: tuple[int, int]
     lengths: tuple[int, int]
 
-    def own(self, x: Any, of: int, device: torch.device) -> Tensor:
-        """Return this rank's shard of a global array [rows, length, ...], zero-padded. ``of``: 0 for queries, 1 for keys."""
+    def own(self, x: Any, side: int, device: torch.device) -> Tensor:
+        """Return this rank's shard of a global array [rows, length, ...], zero-padded. ``side``: 0 for queries, 1 for keys."""
         x = torch.as_tensor(x, device=device)
-        runs = named(self.layout)(self.rank, self.ranks, self.local[of])
+        runs = named(self.layout)(self.rank, self.ranks, self.local[side])
         at = torch.cat([torch.arange(run.start, run.start + run.stride * run.length, run.stride, device=device) for run in runs])
-        padding = x.new_zeros(x.shape[0], self.ranks * self.local[of] - x.shape[1], *x.shape[2:])
+        padding = x.new_zeros(x.shape[0], self.ranks * self.local[side] - x.shape[1], *x.shape[2:])
         return torch.cat([x, padding], 1).index_select(1, at)
 
     @property
@@ -57,7 +57,7 @@ class Shards(NamedTuple):
 
     def mask(self, parts: DenseMaskArguments, batch: int, device: torch.device) -> Arguments:
         whole = {"extents": (parts.extents, 0), "key_extents": (parts.key_extents, 1), "key_mask": (parts.key_mask, 1)}
-        own = {name: self.own(x, of, device) for name, (x, of) in whole.items() if x is not None}
+        own = {name: self.own(x, side, device) for name, (x, side) in whole.items() if x is not None}
         return {"mask": parts.band} | {name: x.expand(batch, *x.shape[1:]) for name, x in own.items()}
 
 

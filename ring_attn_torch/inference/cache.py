@@ -123,21 +123,21 @@ class KVCache(Requests):
         Raise ValueError if the tokens do not fit. The number of ``valid`` tokens is on the device, so the host first assumes that
         all are real, and reads the number only if not all would fit.
         """
-        of = self._requests(rows)
+        these = self._requests(rows)
 
         def check() -> None:
             checks.check_tokens(self.spec, tokens)
             if valid is not None:
-                checks.check_valid(*_kind(valid), (len(of), tokens))
-            self.check_rows_room([tokens] * len(of), of, valid)
+                checks.check_valid(*_kind(valid), (len(these), tokens))
+            self.check_rows_room([tokens] * len(these), these, valid)
 
-        arguments = ("tokens", tokens), ("requests", tuple(of)), ("valid", valid is not None)
+        arguments = ("tokens", tokens), ("requests", tuple(these)), ("valid", valid is not None)
         agree_on(AgreedCall("KVCache.step", self.counts.device.type, arguments), self.ring, check)
-        which = self._rows(of, rows is None)
+        which = self._rows(these, rows is None)
         held = self._held(which["rows"])
         record: dict[str, Any] = {"tokens": tokens, "layout": None, "length": tokens, "fresh": False, "certain": valid is None}
         record |= appended(held, tokens, valid) | which
-        return DecodeStep(**record, before=held.lengths, version=self.version, host=(tuple(of), None))
+        return DecodeStep(**record, before=held.lengths, version=self.version, host=(tuple(these), None))
 
     def prefill_step(
         self,
@@ -159,7 +159,7 @@ class KVCache(Requests):
         and a request has tokens.
         """
         spec = self.spec
-        of = self._requests(rows)
+        these = self._requests(rows)
         host_lengths: Any = lengths.tolist() if isinstance(lengths, Tensor) else lengths
         host_lengths = tuple(host_lengths) if isinstance(host_lengths, Sequence) else host_lengths
         chunk: list[int] = []
@@ -167,25 +167,25 @@ class KVCache(Requests):
 
         def check() -> None:
             counts = tokens * spec.ranks if host_lengths is None else host_lengths
-            counts = [counts] * len(of) if is_integer(counts) else counts
-            chunk.extend(checks.check_lengths(counts, len(of), tokens * spec.ranks, "what the shards hold"))
+            counts = [counts] * len(these) if is_integer(counts) else counts
+            chunk.extend(checks.check_lengths(counts, len(these), tokens * spec.ranks, "what the shards hold"))
             counts_of_ranks.extend(held(layout, spec.ranks, tokens, length) for length in chunk)
-            if fresh and any(self.host_state.lengths[row] for row in of):
+            if fresh and any(self.host_state.lengths[row] for row in these):
                 raise ValueError("fresh=True, and some request of the step has tokens: reset it, or leave fresh out")
-            if any(self.host_state.lengths[row] for row in of):
+            if any(self.host_state.lengths[row] for row in these):
                 checks.check_tokens(spec, max(1, *chunk))
-            self.check_shards(counts_of_ranks, of)
+            self.check_shards(counts_of_ranks, these)
 
-        known = tuple(self.host_state.lengths[row] for row in of)
+        known = tuple(self.host_state.lengths[row] for row in these)
         arguments = ("tokens", tokens), ("layout", layout), ("lengths", host_lengths)
-        arguments = *arguments, ("requests", tuple(of)), ("cached lengths", known)
+        arguments = *arguments, ("requests", tuple(these)), ("cached lengths", known)
         device = self.counts.device
         agree_on(AgreedCall("KVCache.prefill_step", device.type, arguments, each_time=True), self.ring, check)
-        which = self._rows(of, rows is None)
+        which = self._rows(these, rows is None)
         cached = self._held(which["rows"])
         record: dict[str, Any] = {"tokens": tokens, "layout": layout, "length": max(chunk), "certain": any(chunk)} | which
         record |= prefilled(cached, torch.tensor(chunk, dtype=torch.int32, device=device), layout, tokens)
-        host = tuple(of), tuple(map(tuple, counts_of_ranks))
+        host = tuple(these), tuple(map(tuple, counts_of_ranks))
         return DecodeStep(**record, fresh=not any(known), before=cached.lengths, version=self.version, host=host)
 
     def append(self, layer: int, k: Tensor, v: Tensor, step: DecodeStep) -> KVCache:
@@ -215,7 +215,7 @@ class KVCache(Requests):
                 rows, [step.tokens] * len(rows) if counts_of_ranks is None else list(map(sum, counts_of_ranks))
             )
         for kept, new, scale in ((self.k, k, self.k_scale), (self.v, v, self.v_scale)):
-            new = new if step.source is None else new[step.of, step.source]
+            new = new if step.source is None else new[step.in_step, step.source]
             if self.spec.float8:  # as bytes: some devices have no index_put of float8
                 new, kept = quantized(new, scale[layer]).view(torch.uint8), kept.view(torch.uint8)
             kept[layer].index_put_((step.into, step.slots), new)
@@ -264,13 +264,13 @@ class KVCache(Requests):
             return checks.check_step_rows(list(range(self.spec.batch)) if rows is None else rows, self.spec.batch)
 
     def _rows(self, rows: list[int], every: bool) -> dict[str, Any]:
-        """Return a step's ``rows``, ``into``, ``of`` for the requests ``rows``. ``every``: True if ``rows`` are all requests."""
-        into, of = (known_rows(tuple(x), self.counts.device) for x in (rows, range(len(rows))))
-        return {"rows": None if every else into, "into": into[:, None], "of": of[:, None]}
+        """Return a step's ``rows``, ``into``, ``in_step`` for requests ``rows``. ``every``: True if ``rows`` are all requests."""
+        into, in_step = (known_rows(tuple(x), self.counts.device) for x in (rows, range(len(rows))))
+        return {"rows": None if every else into, "into": into[:, None], "in_step": in_step[:, None]}
 
     def _held(self, rows: Tensor | None) -> CachedRequests:
-        of = lambda x: x if rows is None else x[rows]
-        return CachedRequests(of(self.positions), of(self.counts), of(self.lengths), self.spec, rank_in(self.ring))
+        at = lambda x: x if rows is None else x[rows]
+        return CachedRequests(at(self.positions), at(self.counts), at(self.lengths), self.spec, rank_in(self.ring))
 
     def check_step(self, layer: int, step: DecodeStep) -> None:
         checks.check_layer(self.spec, layer)

@@ -37,11 +37,11 @@ def in_global_order(
     problem = problem_of(whole_q, whole_k, whole_v, arrays, 1, options)
     alike = tuple((name, str(x)) for name, x in problem.fingerprint().items())
     agree_on(AgreedCall("prefill", q.device.type, alike), cache.ring, lambda: problem.check() and None)
-    of = lambda x: x if step.rows is None else x[step.rows]
+    pick = lambda x: x if step.rows is None else x[step.rows]
     places, (k, v) = step.positions, new
     if not step.fresh:
         k, v, places = (
-            torch.cat([of(held), x], 1)
+            torch.cat([pick(held), x], 1)
             for held, x in ((cache.k[layer], k), (cache.v[layer], v), (cache.positions, step.positions))
         )
     whole = [_placed(q, step.positions, length)]

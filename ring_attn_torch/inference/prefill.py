@@ -69,12 +69,12 @@ def prefill(
     ``alibi_slopes`` are passed and a request has cached tokens. For inference: not differentiable.
     """
     ring = cache.ring
-    of_ring = OpCall(Options(), group_name(cache.group))
+    ring_call = OpCall(Options(), group_name(cache.group))
     with same_error(ring):
         window = checks.check_window(cache.spec, window)
         ragged = len({step.length, *map(sum, step.host[1] or ())}) > 1
         arrays = Arrays(None, step.positions >= 0 if ragged else None, sinks, alibi_slopes)
-        check_tensors(q, k, v, arrays, of_ring.group)
+        check_tensors(q, k, v, arrays, ring_call.group)
         _check(q, k, v, cache, layer, step)
         options = Options(
             layout=step.layout if order == "ring" else "contiguous",  # type: ignore[arg-type]  # checked above
@@ -100,7 +100,7 @@ def prefill(
     if total is not None and sinks is not None:
         total = _with_sinks(total, sinks)
     arrays = arrays if step.fresh else arrays._replace(sinks=None)  # sinks count once: with the chunk or the cached keys
-    out, *_ = forward(q, k, v, arrays, of_ring._replace(options=options), total, ahead=False)
+    out, *_ = forward(q, k, v, arrays, ring_call._replace(options=options), total, ahead=False)
     cache.append(layer, k, v, step)  # after the attention, since a window's slots are reused
     return (out.masked_fill((step.positions < 0)[..., None, None], 0) if ragged else out), cache
 
@@ -122,9 +122,9 @@ def _over_cached(q: Tensor, cache: KVCache, layer: int, step: DecodeStep, option
     k = restored(k, cache.k_scale[layer], q.dtype) if cache.spec.float8 else k
     v = restored(v, cache.v_scale[layer], q.dtype) if cache.spec.float8 else v
     backend = "auto" if options.backend in VENDORS else options.backend
-    of_block = Options(layout="contiguous", mask=full(), scale=options.scale, softcap=options.softcap, backend=backend)
+    in_block = Options(layout="contiguous", mask=full(), scale=options.scale, softcap=options.softcap, backend=backend)
     runs = Run(0, queries.shape[1]), Run(0, k.shape[1])
-    part = block_state(queries, k, v, Arrays(extents), of_block, runs)
+    part = block_state(queries, k, v, Arrays(extents), in_block, runs)
     if ranks == 1:
         return part
     return _merged(State(*(_to_owners(x, ranks, ring) for x in part.arrays)))
@@ -132,17 +132,17 @@ def _over_cached(q: Tensor, cache: KVCache, layer: int, step: DecodeStep, option
 
 def _to_owners(x: Tensor, ranks: int, ring: Group) -> Tensor:
     """Send each rank its queries' results in ``x`` [b ranks*local ...]; return those for this rank's, [ranks b local ...]."""
-    of_rank = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
-    mine = torch.empty_like(of_rank)
-    dist.all_to_all_single(mine, of_rank, group=ring)
+    by_rank = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
+    mine = torch.empty_like(by_rank)
+    dist.all_to_all_single(mine, by_rank, group=ring)
     return mine
 
 
 def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's cached k and v by position, and int32 [b, queries, 2]: the sorted keys [first, end) of each query."""
     spec, rank = cache.spec, rank_in(cache.ring)
-    of = lambda x: x if step.rows is None else x[step.rows]
-    k, v, positions, count = of(cache.k[layer]), of(cache.v[layer]), of(cache.positions), of(cache.counts)[:, rank, None]
+    pick = lambda x: x if step.rows is None else x[step.rows]
+    k, v, positions, count = pick(cache.k[layer]), pick(cache.v[layer]), pick(cache.positions), pick(cache.counts)[:, rank, None]
     slot = torch.arange(spec.slots, device=count.device, dtype=torch.int32)
     if spec.window is None:
         end = count.clip(max=spec.slots)
@@ -170,9 +170,9 @@ def _merged(parts: State) -> State:
     top = top.masked_fill(top == -math.inf, 0)
     weights = torch.exp(lse - top if rest is None else (lse - top).add_(rest))
     z, total = torch.zeros_like(top), torch.zeros_like(out[0])
-    for weight, of_rank in zip(weights, out, strict=True):
+    for weight, part in zip(weights, out, strict=True):
         z = z + weight
-        total.addcmul_(weight[..., None], of_rank)  # in place: a pass over ``out`` is 1 GB for 65,536 queries of 32 heads
+        total.addcmul_(weight[..., None], part)  # in place: a pass over ``out`` is 1 GB for 65,536 queries of 32 heads
     after = top + z.log()
     return State(total.div_(z.masked_fill(z == 0, 1)[..., None]), after, None if rest is None else rest_of(top, z.log(), after))
 

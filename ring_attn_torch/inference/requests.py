@@ -89,14 +89,14 @@ class Requests:
         state holds. It reads exact numbers from the device only if the bounds do not fit, or if ``layout`` is passed and the host
         does not know the number of tokens on each rank.
         """
-        of = list(range(self.spec.batch))
-        more = [tokens] * len(of) if isinstance(as_number(tokens), int) else tokens
-        more = checks.check_lengths(more, len(of), 2**30, "tokens to come")
+        these = list(range(self.spec.batch))
+        more = [tokens] * len(these) if isinstance(as_number(tokens), int) else tokens
+        more = checks.check_lengths(more, len(these), 2**30, "tokens to come")
         if layout is None:
-            self.check_rows_room(more, of)
+            self.check_rows_room(more, these)
         else:
             local = padded_local(layout, self.spec.ranks, max(more))
-            self.check_shards([held(layout, self.spec.ranks, local, length) for length in more], of)
+            self.check_shards([held(layout, self.spec.ranks, local, length) for length in more], these)
         return self
 
     def reserve(self, tokens: int) -> Self:
@@ -165,26 +165,26 @@ class Requests:
 
         If ``rows`` is None, also clear float8 scales that were not passed to ``make``; the next step sets them again.
         """
-        of = checks.check_rows("rows", list(range(self.spec.batch)) if rows is None else rows, self.spec.batch)
+        these = checks.check_rows("rows", list(range(self.spec.batch)) if rows is None else rows, self.spec.batch)
         for x, nothing in ((self.positions, -1), (self.counts, 0), (self.lengths, 0), (self.reached, 0)):
-            x[of] = nothing
+            x[these] = nothing
         for x in chain(*self.states):
-            x[of] = 0
+            x[these] = 0
         if rows is None and self.spec.float8 and not self.spec.scaled:
             self.k_scale.zero_()
             self.v_scale.zero_()
             self.scaled.clear()
-        self.host_state.reset(of)
+        self.host_state.reset(these)
         self.version = next(VERSIONS)
         return self
 
     def evict(self, rows: Rows) -> Self:
         """Empty the requests ``rows`` like :meth:`reset`, and overwrite their keys and values in this cache with 0."""
-        of = checks.check_rows("rows", rows, self.spec.batch)
+        these = checks.check_rows("rows", rows, self.spec.batch)
         for kept in (self.k, self.v):
             for layer in kept:
-                layer.view(torch.uint8)[of] = 0
-        return self.reset(of)
+                layer.view(torch.uint8)[these] = 0
+        return self.reset(these)
 
     def fork(self, source: Rows, target: Rows) -> Self:
         """Copy request ``source[i]`` to request ``target[i]`` for each i; a single source is copied to every target.

@@ -20,8 +20,8 @@ class DecodeStep(StepArrays):
     rows: Tensor | None
     """The step's requests, as indices in the cache, int64 [requests]; None: all requests of the cache."""
     into: Tensor
-    of: Tensor
-    """int64 [requests, 1]: the requests as indices into the cache (``into``) and into the step (``of``)."""
+    in_step: Tensor
+    """int64 [requests, 1]: the requests as indices into the cache (``into``) and into the step (``in_step``)."""
     certain: bool = True
     """True if the host knows that some request gets a token. With ``valid`` only the device knows."""
     version: int = 0
@@ -55,8 +55,8 @@ def _earlier(ranks: int, device: torch.device) -> Tensor:
 @lru_cache(maxsize=256)
 def shards(layout: str, ranks: int, local: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the positions of each rank's tokens, int32 [ranks, local], and each position's rank, int16 [ranks * local]."""
-    of_rank, owners = placement.positions(layout, ranks, local), placement.owners(layout, ranks, local)
-    return torch.tensor(of_rank, dtype=torch.int32, device=device), torch.tensor(owners, dtype=torch.int16, device=device)
+    positions, owners = placement.positions(layout, ranks, local), placement.owners(layout, ranks, local)
+    return torch.tensor(positions, dtype=torch.int32, device=device), torch.tensor(owners, dtype=torch.int16, device=device)
 
 
 @lru_cache(maxsize=256)

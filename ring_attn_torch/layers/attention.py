@@ -134,8 +134,8 @@ class RingAttention(Projections):
 
         return self.attended(attend, x, positions, context, context_positions)
 
-    def _mask_on_tree(self, key_extents: bool, longest_path: int | None, of_path: bool) -> Band:
-        wrong = tree_objection(self.options.mask, key_extents, longest_path, self.config.alibi, of_path)
+    def _mask_on_tree(self, key_extents: bool, longest_path: int | None, path_positions: bool) -> Band:
+        wrong = tree_objection(self.options.mask, key_extents, longest_path, self.config.alibi, path_positions)
         if wrong is not None:
             refuse(ValueError(wrong), ring_of(self.ring.group))
         return self.options.mask if longest_path is None else causal()

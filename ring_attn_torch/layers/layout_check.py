@@ -35,7 +35,7 @@ def agree_on_places(ids: Tensor, extents: Any, length: Any, layout: BalancedLayo
         tokens = ring.positions(shape[1], layout=layout).numpy() if fits else None
         if tokens is not None and tokens.shape == shape[1:]:
             inside = tokens < length if is_integer(length) else slice(None)
-            check_extents_match_layout(extents.cpu().numpy()[:, inside], tokens[inside], of_tree=False)
+            check_extents_match_layout(extents.cpu().numpy()[:, inside], tokens[inside], tree=False)
     agree(call, group, again=True)
 
 

@@ -52,7 +52,7 @@ class Projections(nn.Module):
                     raise ValueError(f"{name} must be [batch, tokens, {self.config.dim}], got {list(value.shape)}")
         source = x if context is None else context
         heads = ((self.q, x), (self.k, source), (self.v, source))
-        q, k, v = (project(of).unflatten(-1, (-1, self.config.head_dim)) for project, of in heads)
+        q, k, v = (project(inputs).unflatten(-1, (-1, self.config.head_dim)) for project, inputs in heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:

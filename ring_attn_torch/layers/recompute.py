@@ -49,8 +49,8 @@ class RecordPass(StoredResults):
 
     def store(self, total: State) -> None:
         out, lse, rest = total
-        of_lse = lse[None] if rest is None else torch.stack((lse, rest))
-        self._stored.append((self._put(out.detach()), self._put(of_lse.detach())))
+        lse_pair = lse[None] if rest is None else torch.stack((lse, rest))
+        self._stored.append((self._put(out.detach()), self._put(lse_pair.detach())))
 
 
 class ReplayPass(StoredResults):
@@ -67,6 +67,6 @@ class ReplayPass(StoredResults):
     def known(self) -> State | None:
         if self._at == len(self._stored):
             return None
-        out, of_lse = self._stored[self._at]
+        out, lse_pair = self._stored[self._at]
         self._at += 1
-        return State(out().detach(), *of_lse().detach().unbind())
+        return State(out().detach(), *lse_pair().detach().unbind())

@@ -34,9 +34,9 @@ def forward(this: Any, q: Tensor, keys: Keys, score: Score, backend: Backend, to
     found = []
     for step in this.steps(gathered(keys, this.ring)):
         with this.named(step):
-            of_q, *state = map(step.cut, (q, *(total.arrays if total else ())))
-            part = step.score(score, of_q.shape[2])
-            state = step.settle(backend.attend(of_q, step.keys, step.rows, part, State(*state) if state else None, last=True))
+            q_heads, *state = map(step.cut, (q, *(total.arrays if total else ())))
+            part = step.score(score, q_heads.shape[2])
+            state = step.settle(backend.attend(q_heads, step.keys, step.rows, part, State(*state) if state else None, last=True))
         found.append(state.arrays)
     return State(*map(side_by_side, zip(*found, strict=True)))
 
@@ -48,9 +48,9 @@ def backward(
     taken, found, dsinks = [], [], []
     for step in this.steps(gathered(keys, this.ring)):
         with this.named(step):
-            of_q, dout, dlse, *state = map(step.cut, (q, *dtotal.arrays, *total.arrays))
-            part = step.score(score, of_q.shape[2])
-            inputs = backend.backward_inputs(of_q, step.keys, step.rows, part, State(*state), State(dout, dlse))
+            q_heads, dout, dlse, *state = map(step.cut, (q, *dtotal.arrays, *total.arrays))
+            part = step.score(score, q_heads.shape[2])
+            inputs = backend.backward_inputs(q_heads, step.keys, step.rows, part, State(*state), State(dout, dlse))
             gradients = backend.attend_backward(inputs, step.keys, step.rows, part, None, step.arrived, last=True)
             dq, dkv = step.settle(gradients)
             step.send_home(dkv)

@@ -106,15 +106,15 @@ class Peers:
     def bytes_of(self, rank: int, begin: int, count: int) -> Tensor:
         return self._handle.get_buffer(rank, (count,), torch.uint8, begin)
 
-    def raise_flag(self, rank: int, kind: int, of: int, value: int, side: bool = False) -> None:
-        """Set a flag of ``rank`` to ``value`` once the main stream, or the second if ``side``, has done its earlier work. ``of``:
+    def raise_flag(self, rank: int, kind: int, which: int, value: int, side: bool = False) -> None:
+        """Set a flag of ``rank`` to ``value`` once the main stream, or the second if ``side``, has done earlier work. ``which``:
         the rank that sets the flag; for the kinds GRADIENTS and KEYS the slot."""
-        address = self._flags_at[rank] + 4 * self._flag(kind, of)
+        address = self._flags_at[rank] + 4 * self._flag(kind, which)
         driver.write_value(self._stream(side), address, value & 0xFFFFFFFF)
 
-    def await_flag(self, kind: int, of: int, value: int, side: bool = False) -> None:
+    def await_flag(self, kind: int, which: int, value: int, side: bool = False) -> None:
         """Let the main or second stream wait until a flag of this rank is at least ``value``. Arguments: see ``raise_flag``."""
-        address = self._flags_at[self.rank] + 4 * self._flag(kind, of)
+        address = self._flags_at[self.rank] + 4 * self._flag(kind, which)
         driver.wait_value(self._stream(side), address, value & 0xFFFFFFFF)
 
     def on_side(self) -> AbstractContextManager[Any]:
@@ -162,8 +162,8 @@ class Peers:
             self._views[key] = found
         return found
 
-    def _flag(self, kind: int, of: int) -> int:
-        return kind * self.ranks + of if kind <= GRADIENTS else GRADIENTS * self.ranks + GRADIENT_SLOTS + of
+    def _flag(self, kind: int, which: int) -> int:
+        return kind * self.ranks + which if kind <= GRADIENTS else GRADIENTS * self.ranks + GRADIENT_SLOTS + which
 
     def _stream(self, side: bool) -> int:
         return (self.side if side else torch.cuda.current_stream(self.device)).cuda_stream

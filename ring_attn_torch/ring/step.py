@@ -82,7 +82,7 @@ class Strategy(Protocol):
         return results
 
     def collect_gradients(
-        self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
+        self, dq: Tensor, dkv: Gradients, query: BackwardInputs, ring: Ring
     ) -> tuple[Tensor, Gradients, Tensor | None]:
         """Return the gradients of own q, keys and sinks (None without sinks), from those of what ``spread`` returned."""
-        return dq, dkv, of_q.sinks
+        return dq, dkv, query.sinks

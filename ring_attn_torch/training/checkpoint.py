@@ -120,8 +120,8 @@ class Checkpoints(BackgroundSaves):
             return sha256(json.dumps(kinds(states), sort_keys=True).encode()).hexdigest()
 
         values = agreed("Checkpoints.save", prepare, self._ring, step=step, optimizer=class_of(optimizer))
-        of_model = {name: x for name, x in tensors.items() if name.startswith("model.")}
-        check_kinds("Checkpoints.save: the model", of_model, self._ring)
+        model_tensors = {name: x for name, x in tensors.items() if name.startswith("model.")}
+        check_kinds("Checkpoints.save: the model", model_tensors, self._ring)
         begin = lambda: None if self._rank else self._folder.begin(step).name
         new = self.folder / agreed("Checkpoints.save: begin", begin, self._ring)[0]
         self._check_shared(new)

@@ -85,8 +85,8 @@ def write(folder: Path, tensors: dict[str, Any], commit: Callable[[dict[str, Any
         def finish(self, metadata: Any, results: Any) -> None:
             super().finish(metadata, results)
             found: dict[str, Any] = {}
-            for of_rank in results:
-                found |= of_rank[0].storage_data if of_rank else {}
+            for written in results:
+                found |= written[0].storage_data if written else {}
             commit(found)
 
     writer = Writer(str(folder), save_distributed=True)

@@ -98,11 +98,11 @@ class _SumOfLogits(torch.autograd.Function):
         logits, labels, lse, weights = ctx.saved_tensors
         if dtotal is None:
             return (None,) * 6
-        of = Labels(labels, *ctx.settings, weights=weights)
+        target = Labels(labels, *ctx.settings, weights=weights)
         dlogits = torch.empty_like(logits)
-        for rows in of.slices:
+        for rows in target.slices:
             p = (logits[rows].to(lse.dtype) - lse[rows, None]).exp_()
-            dlogits[rows] = of.weighted(_minus_one_hot(p, labels[rows], of.ignored).mul_(dtotal), rows)
+            dlogits[rows] = target.weighted(_minus_one_hot(p, labels[rows], target.ignored).mul_(dtotal), rows)
         return dlogits, None, None, None, None, None
 
 
@@ -114,8 +114,8 @@ class _SumOfHidden(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, ignored: int, chunk: int, *rest: Tensor | bool | None
     ) -> Sums:
-        of = Labels(labels, ignored, chunk, *rest[:2])  # type: ignore[arg-type]
-        total, each, *gradients = _of_hidden(hidden, head, of, ctx.needs_input_grad[:2])
+        target = Labels(labels, ignored, chunk, *rest[:2])  # type: ignore[arg-type]
+        total, each, *gradients = _of_hidden(hidden, head, target, ctx.needs_input_grad[:2])
         ctx.save_for_backward(*gradients, *rest[2:])
         if each is not None:
             ctx.mark_non_differentiable(each)
@@ -131,18 +131,20 @@ class _SumOfHidden(torch.autograd.Function):
         return dhidden, dhead, *[None] * 7
 
 
-def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor, Tensor | None]:
+def _of_logits(logits: Tensor, target: Labels) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the summed cross-entropy of ``logits`` [n vocab], each token's log-sum-exp [n], and the summands."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     total, lse = logits.new_zeros((), dtype=dtype), logits.new_empty(logits.shape[0], dtype=dtype)
-    summed = torch.empty_like(lse) if of.each else None
-    for rows in of.slices:
-        wide, labels = logits[rows].to(dtype), of.labels[rows]
+    summed = torch.empty_like(lse) if target.each else None
+    for rows in target.slices:
+        wide, labels = logits[rows].to(dtype), target.labels[rows]
         lse[rows] = wide.logsumexp(-1)
-        wrong = strange_labels(labels, of.ignored, wide.shape[-1])
-        each = lse[rows] + F.nll_loss(wide, labels.masked_fill(wrong, of.ignored), ignore_index=of.ignored, reduction="none")
-        each = each.masked_fill_(labels == of.ignored, 0).masked_fill_(wrong, torch.nan)
-        each = of.weighted(each, rows)
+        wrong = strange_labels(labels, target.ignored, wide.shape[-1])
+        each = lse[rows] + F.nll_loss(
+            wide, labels.masked_fill(wrong, target.ignored), ignore_index=target.ignored, reduction="none"
+        )
+        each = each.masked_fill_(labels == target.ignored, 0).masked_fill_(wrong, torch.nan)
+        each = target.weighted(each, rows)
         total = total + each.sum()
         if summed is not None:
             summed[rows] = each
@@ -150,32 +152,32 @@ def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor, Tensor | Non
 
 
 def _of_hidden(
-    hidden: Tensor, head: Tensor, of: Labels, wanted: tuple[bool, bool]
+    hidden: Tensor, head: Tensor, target: Labels, wanted: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return (summed cross-entropy, summands, dhidden, dhead in at least float32). A gradient not ``wanted`` is None."""
     dtype, weight = torch.promote_types(hidden.dtype, torch.float32), head.to(hidden.dtype)
     total = hidden.new_zeros((), dtype=dtype)
-    summed = hidden.new_empty(hidden.shape[0], dtype=dtype) if of.each else None
+    summed = hidden.new_empty(hidden.shape[0], dtype=dtype) if target.each else None
     dhidden = torch.empty_like(hidden) if wanted[0] else None
     dhead = torch.zeros_like(weight, dtype=dtype) if wanted[1] else None
-    for rows in of.slices:
-        labels = of.labels[rows]
-        ignored = (labels == of.ignored)[:, None]
+    for rows in target.slices:
+        labels = target.labels[rows]
+        ignored = (labels == target.ignored)[:, None]
         x = hidden[rows].masked_fill(ignored, 0)  # hidden states of ignored labels may be NaN
         p = F.log_softmax(_product(x, weight.t(), dtype), -1)
-        wrong = strange_labels(labels, of.ignored, p.shape[-1])
-        kept = labels.masked_fill(wrong, of.ignored)
-        if of.weights is None and summed is None:
-            part = F.nll_loss(p, kept, ignore_index=of.ignored, reduction="sum")
+        wrong = strange_labels(labels, target.ignored, p.shape[-1])
+        kept = labels.masked_fill(wrong, target.ignored)
+        if target.weights is None and summed is None:
+            part = F.nll_loss(p, kept, ignore_index=target.ignored, reduction="sum")
         else:
-            each = of.weighted(F.nll_loss(p, kept, ignore_index=of.ignored, reduction="none"), rows)
+            each = target.weighted(F.nll_loss(p, kept, ignore_index=target.ignored, reduction="none"), rows)
             part = each.sum()
             if summed is not None:
                 summed[rows] = each
         total = total + part.masked_fill(wrong.any(), torch.nan)
         if dhidden is None and dhead is None:
             continue
-        dlogits = of.weighted(_minus_one_hot(p.exp_(), labels, of.ignored), rows).to(hidden.dtype)
+        dlogits = target.weighted(_minus_one_hot(p.exp_(), labels, target.ignored), rows).to(hidden.dtype)
         if dhidden is not None:
             dhidden[rows] = dlogits @ weight
         if dhead is not None:

@@ -75,18 +75,18 @@ class _Values(torch.autograd.Function):
     @one_derivative
     def backward(ctx: Any, dlogp: Tensor, dh: Tensor | None) -> tuple[Tensor | None, ...]:
         x, head, labels, lse, h = ctx.saved_tensors
-        of, weight = Labels(labels, *ctx.settings), None if head is None else head.to(x.dtype)
+        target, weight = Labels(labels, *ctx.settings), None if head is None else head.to(x.dtype)
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         dhead = None if head is None or not ctx.needs_input_grad[1] else torch.zeros_like(head, dtype=lse.dtype)
         with torch.autocast(x.device.type, enabled=False):  # a backward inside autocast would compute other logits
-            for rows in of.slices:
-                kept, logits = _logits(x[rows], weight, labels[rows], of.ignored, lse.dtype, ctx.temperature)
+            for rows in target.slices:
+                kept, logits = _logits(x[rows], weight, labels[rows], target.ignored, lse.dtype, ctx.temperature)
                 logp = logits.sub_(lse[rows, None])
                 p = logp.exp()
                 factor = dlogp[rows, None]
                 if h is not None and dh is not None:
                     factor = logp.add_(h[rows, None]).mul_(dh[rows, None]).add_(factor).masked_fill_(p == 0, 0)
-                dlogits = _plus_at_labels(p.mul_(factor).neg_(), dlogp[rows, None], labels[rows], of.ignored)
+                dlogits = _plus_at_labels(p.mul_(factor).neg_(), dlogp[rows, None], labels[rows], target.ignored)
                 narrow = dlogits.div_(ctx.temperature).to(x.dtype)
                 if dx is not None:
                     dx[rows] = narrow if weight is None else narrow @ weight
@@ -96,16 +96,16 @@ class _Values(torch.autograd.Function):
 
 
 def _values(
-    x: Tensor, head: Tensor | None, of: Labels, entropy: bool, temperature: float
+    x: Tensor, head: Tensor | None, target: Labels, entropy: bool, temperature: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return each token's log-probability, entropy or None, and log-sum-exp. ``x``: hidden states, without ``head`` logits."""
     dtype, weight = torch.promote_types(x.dtype, torch.float32), None if head is None else head.to(x.dtype)
     logp, lse = (x.new_empty(x.shape[0], dtype=dtype) for _ in range(2))
     h = torch.empty_like(lse) if entropy else None
-    for rows in of.slices:
-        labels = of.labels[rows]
-        _, logits = _logits(x[rows], weight, labels, of.ignored, dtype, temperature)
-        ignored, wrong = labels == of.ignored, strange_labels(labels, of.ignored, logits.shape[-1])
+    for rows in target.slices:
+        labels = target.labels[rows]
+        _, logits = _logits(x[rows], weight, labels, target.ignored, dtype, temperature)
+        ignored, wrong = labels == target.ignored, strange_labels(labels, target.ignored, logits.shape[-1])
         lse[rows] = logits.logsumexp(-1)
         chosen = logits.gather(1, labels[:, None].masked_fill((ignored | wrong)[:, None], 0))[:, 0]
         logp[rows] = (chosen - lse[rows]).masked_fill_(ignored, 0).masked_fill_(wrong, torch.nan)

@@ -37,8 +37,8 @@ def add_adapters(model: RingTransformer, lora: LoRA, first: Mapping[str, tuple[A
     for name, arrays in first.items():
         linear = model.get_submodule(name)
         assert isinstance(linear, LinearMap)
-        of = {"dtype": accumulation_dtype(linear.weight.dtype), "device": linear.weight.device}
-        a, b = (torch.tensor(x, **of) for x in arrays)
+        like_weight = {"dtype": accumulation_dtype(linear.weight.dtype), "device": linear.weight.device}
+        a, b = (torch.tensor(x, **like_weight) for x in arrays)
         linear.adapter = Adapter(a, b, lora.scale)
 
 

@@ -87,8 +87,8 @@ def held_states(held: Iterable[str]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name in held:
         if name.startswith(STATE):
-            of, _, key = name.removeprefix(STATE).rpartition(".")
-            found.setdefault(of, set()).add(key)
+            parameter, _, key = name.removeprefix(STATE).rpartition(".")
+            found.setdefault(parameter, set()).add(key)
     return found
 
 
@@ -130,10 +130,10 @@ def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: Stat
     needs all ranks' shards. Plain tensors, such as ``step`` or NAdam's ``mu_product``, are replicas, and one rank's is enough."""
     named = parameters_by_name(model, optimizer)
     added = {}
-    for name, of_states in wanted.items():
+    for name, parameter_states in wanted.items():
         if name not in states and is_dtensor(named[name]):
             zeros = lambda dtype, shape, p=named[name].detach(): p.new_zeros(shape, dtype=getattr(torch, dtype))
-            added[name] = {key: zeros(*kind) for key, kind in of_states.items() if kind[1] is not None}
+            added[name] = {key: zeros(*kind) for key, kind in parameter_states.items() if kind[1] is not None}
     return states | added
 
 

@@ -81,16 +81,16 @@ def check_weights(
     whole = {name: p.detach() for name, p in model.named_parameters() if not (is_dtensor(p) or p.is_meta)}
     if ring.ranks == 1 or not whole:
         return
-    of_bytes = [p.reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for p in whole.values()]
-    mine = dict(zip(whole, torch.stack([x.to(of_bytes[0].device) for x in of_bytes]).tolist(), strict=True))
+    sums = [p.reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for p in whole.values()]
+    mine = dict(zip(whole, torch.stack([x.to(sums[0].device) for x in sums]).tolist(), strict=True))
     exchanged = exchange("sequence_parallel", mine, ring.group)  # type: ignore[arg-type]
     for rank, name in _differences(exchanged):
         raise ValueError(f"rank {rank} of {ranks} holds another {prefix}{name} than rank 0: {remedy}")
 
 
-def _differences(of_ranks: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
-    for rank, mine in enumerate(of_ranks):
-        yield from ((rank, name) for name in {**of_ranks[0], **mine} if of_ranks[0].get(name) != mine.get(name))
+def _differences(by_rank: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
+    for rank, mine in enumerate(by_rank):
+        yield from ((rank, name) for name in {**by_rank[0], **mine} if by_rank[0].get(name) != mine.get(name))
 
 
 def _check_attends(model: PreTrainedModel) -> None:
@@ -141,8 +141,8 @@ def _check(call: CallArguments) -> None:
     model, (_, length), name, cached = call.model, call.shape, call.name, call.cache is not None
     if cached:
         _check_cached(call)
-        of_cache = cache_name(model), "use_cache", "logits_to_keep"
-        call = call._replace(by_name={argument: x for argument, x in call.by_name.items() if argument not in of_cache})
+        cache_arguments = cache_name(model), "use_cache", "logits_to_keep"
+        call = call._replace(by_name={argument: x for argument, x in call.by_name.items() if argument not in cache_arguments})
     given = call.by_name
     if {"labels", "shift_labels"} & given.keys() and model.loss_function not in (*SHIFTED, *IN_PLACE):
         raise ValueError(
@@ -207,18 +207,18 @@ def _content(call_arguments: dict[str, Any]) -> dict[str, str]:
     """Return a digest of each tensor argument that is not floating point, of label_weights and of the tree."""
     exact = lambda x: x.double() if x.is_floating_point() else x  # numpy has no bfloat16
     digest = lambda content: blake2b(content, digest_size=16).hexdigest()
-    of_tensor = lambda x: digest(exact(x.detach()).cpu().numpy().tobytes())
+    digest_tensor = lambda x: digest(exact(x.detach()).cpu().numpy().tobytes())
     compared = lambda name, x: isinstance(x, Tensor) and (name == "label_weights" or not x.is_floating_point())
     tree = {"tree": digest(repr(trees_of(*call_arguments["tree"])).encode())} if "tree" in call_arguments else {}
-    return tree | {name: of_tensor(x) for name, x in sorted(call_arguments.items()) if compared(name, x)}
+    return tree | {name: digest_tensor(x) for name, x in sorted(call_arguments.items()) if compared(name, x)}
 
 
 def _compare(exchanged: list[list[Any]]) -> None:
     """Raise ValueError if an argument differs between ranks. ``exchanged``: by rank [``_description``, ``_content``, seed]."""
     for part, what in ((0, "shape or value"), (1, "content")):
-        of_ranks = [parts[part] for parts in exchanged]
-        for rank, name in _differences(of_ranks):
-            values = f": {of_ranks[0].get(name)} on rank 0, {of_ranks[rank].get(name)} on rank {rank}"
+        by_rank = [parts[part] for parts in exchanged]
+        for rank, name in _differences(by_rank):
+            values = f": {by_rank[0].get(name)} on rank 0, {by_rank[rank].get(name)} on rank {rank}"
             raise ValueError(
                 f"the ranks of this ring pass {name} of different {what} inside sequence_parallel"
                 f"{f' on ranks 0 and {rank}' if part else values}. Every rank must "

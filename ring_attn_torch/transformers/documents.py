@@ -92,10 +92,10 @@ def check_documents(call: CallArguments) -> None:
     if not isinstance(given["cu_seq_lens_q"], Tensor):
         raise ValueError(f"cu_seq_lens_q must be a tensor, got {in_words(given['cu_seq_lens_q'])}")
     ends = integers("cu_seq_lens_q", given["cu_seq_lens_q"], "documents + 1")
-    of_keys = given.get("cu_seq_lens_k", ends)
-    if not isinstance(of_keys, Tensor) or of_keys.tolist() != ends.tolist():
+    key_ends = given.get("cu_seq_lens_k", ends)
+    if not isinstance(key_ends, Tensor) or key_ends.tolist() != ends.tolist():
         raise ValueError(
-            f"cu_seq_lens_k must equal cu_seq_lens_q, since a token attends within its document: got {in_words(of_keys)} and "
+            f"cu_seq_lens_k must equal cu_seq_lens_q, since a token attends within its document: got {in_words(key_ends)} and "
             f"{in_words(ends)}"
         )
     if (end := max(ends.tolist(), default=0)) < length:
@@ -242,7 +242,7 @@ def dealt(
         first, end = extents.cpu().unbind(-1)
         ids = torch.where(first < end, first, -1)
         stretches = [torch.unique_consecutive(row, return_counts=True) for row in ids]
-        rows = [list(zip(of.tolist(), tokens.tolist(), strict=True)) for of, tokens in stretches]
+        rows = [list(zip(owners.tolist(), tokens.tolist(), strict=True)) for owners, tokens in stretches]
     return ring._replace(layout=layout_of_stretches(rows, length, ring.ranks, layer_masks(model.config.get_text_config())))
 
 

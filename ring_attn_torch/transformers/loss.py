@@ -228,8 +228,8 @@ def router_sums(logits: tuple[Tensor, ...], experts: int, top_k: int, present: T
     device, dtype = logits[0].device, torch.promote_types(logits[0].dtype, torch.float32)
     counted = present.flatten().to(device)
     assigned, probabilities = (torch.zeros(experts, dtype=kind, device=device) for kind in (torch.int64, dtype))
-    for of_layer in logits:
-        p = of_layer.to(device).softmax(-1)
+    for layer_logits in logits:
+        p = layer_logits.to(device).softmax(-1)
         chosen = p.detach().topk(top_k, -1).indices
         assigned = assigned.scatter_add(0, chosen.flatten(), counted.repeat_interleave(top_k).long())
         probabilities = probabilities + p.to(dtype).masked_fill(~counted[:, None], 0).sum(0)

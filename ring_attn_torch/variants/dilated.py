@@ -138,8 +138,8 @@ def attend(
     rank, _ = _place(group_name)
     queries, keys = places_of(batches)
     outs, lses = [], []
-    of_batches = folded(q, queries, rank), folded(k, keys, rank), folded(v, keys, rank)
-    for each, q_of, k_of, v_of in zip(batches, *of_batches, strict=True):
+    batched = folded(q, queries, rank), folded(k, keys, rank), folded(v, keys, rank)
+    for each, q_of, k_of, v_of in zip(batches, *batched, strict=True):
         out, lse = attention(q_of, k_of, v_of, _arrays(each, key_mask, q, rank), None, each.options(options), group_name)
         outs.append(out)
         lses.append(lse)
@@ -152,15 +152,15 @@ def _arrays(batches: FoldedBatches, key_mask: Tensor | None, q: Tensor, rank: in
         return Arrays()
     b, rows = q.shape[0], q.shape[0] * batches.head_groups
     slot = torch.arange(batches.slots, device=q.device, dtype=torch.int32)
-    of_group = torch.arange(batches.head_groups, device=q.device, dtype=torch.int32)[:, None]
-    holds, first, end = batches.visible(rank, slot, of_group)
+    group = torch.arange(batches.head_groups, device=q.device, dtype=torch.int32)[:, None]
+    holds, first, end = batches.visible(rank, slot, group)
     extents = torch.stack((first, end), -1).expand(b, -1, -1, -1).reshape(rows, batches.slots, 2)
     folded_mask = None
     if key_mask is not None:
         front = batches.front(rank)
         padded = torch.nn.functional.pad(key_mask, (front, batches.spanned - front - batches.local))
-        of_batches = padded.unflatten(1, (batches.slots, batches.dilation))[:, :, : batches.head_groups].transpose(1, 2)
-        folded_mask = (of_batches & holds).reshape(rows, batches.slots)
+        batch_mask = padded.unflatten(1, (batches.slots, batches.dilation))[:, :, : batches.head_groups].transpose(1, 2)
+        folded_mask = (batch_mask & holds).reshape(rows, batches.slots)
     elif batches.needs_key_mask:
         folded_mask = holds.expand(b, -1, -1).reshape(rows, batches.slots)
     return Arrays(extents=extents if batches.needs_extents else None, key_mask=folded_mask)

@@ -155,8 +155,8 @@ def _summaries(inputs: SummaryInputs, plan: SummaryPlan, ring: Group) -> Summari
         key_mask=key_mask,
         backend=plan.options.backend,
     )
-    (of_k, lse), (of_v, _) = pooled(k), pooled(v)  # two calls, because Hopper's kernels take no values wider than keys
-    parts = [of_k, of_v, lse[..., None]]
+    (pooled_k, lse), (pooled_v, _) = pooled(k), pooled(v)  # two calls, because Hopper's kernels take no values wider than keys
+    parts = [pooled_k, pooled_v, lse[..., None]]
     if key_mask is not None:
         before = torch.nn.functional.pad(key_mask.cumsum(1, dtype=torch.int32), (1, 0))
         parts.append((before[:, end] - before[:, first])[..., None, None].expand(b, -1, g, 1).to(lse.dtype))
@@ -166,7 +166,7 @@ def _summaries(inputs: SummaryInputs, plan: SummaryPlan, ring: Group) -> Summari
     place, exists = plan.held(blocks[:, None], owners)
     held = every.unflatten(1, (ranks * slots, m)).index_select(1, place.flatten()).unflatten(1, (plan.blocks, plan.owners))
     exists = exists[:, :, None, None]
-    of_k, of_v, lse, count = held.tensor_split([d, d + e, d + e + 1], -1)
+    pooled_k, pooled_v, lse, count = held.tensor_split([d, d + e, d + e + 1], -1)
     lse = lse.squeeze(-1).masked_fill(~exists, -math.inf)
     top = lse.amax(2, keepdim=True).detach()
     z = torch.exp(lse - top.masked_fill(top == -math.inf, 0))
@@ -176,7 +176,7 @@ def _summaries(inputs: SummaryInputs, plan: SummaryPlan, ring: Group) -> Summari
     fraction = None
     if key_mask is not None:
         fraction = (count[..., 0, 0] * exists[..., 0]).sum(2).flatten(1) / plan.options.width
-    return Summaries(whole(of_k), whole(of_v), fraction)
+    return Summaries(whole(pooled_k), whole(pooled_v), fraction)
 
 
 def _agreed(inputs: SummaryInputs, options: SummaryOptions, ring: Group) -> SummaryPlan:

@@ -339,7 +339,7 @@ def visit_queries(
     v = matrix(shared.v.main.index(here(0)))
     mbarrier.wait(shared.dout_full.index(out_stage), out_phase)
     zero = gl.zeros([BLOCK_K, BLOCK_Q], gl.float32, S_LAYOUT)
-    of_values = warpgroup_mma(v, dout.permute([1, 0]), zero, use_acc=False, is_async=True)
+    pending = warpgroup_mma(v, dout.permute([1, 0]), zero, use_acc=False, is_async=True)
     number = step % STEPS
     lse2 = shared.steps.lse2.index(number).load(gl.SliceLayout(0, S_LAYOUT))
     factor = 1.0
@@ -371,7 +371,7 @@ def visit_queries(
     mbarrier.wait(shared.q_full.index(following), following_phase)
     dout = matrix(shared.dout.main.index(here(out_stage)))
     dv = warpgroup_mma(half, dout, dv, is_async=True)
-    dp = wait_for_products(1, deps=[of_values])
+    dp = wait_for_products(1, deps=[pending])
     delta = shared.steps.delta.index(number).load(gl.SliceLayout(0, S_LAYOUT))
     if args.dropout is not None:
         dp = gl.where(p > 0.0, dp * args.rescale, 0.0)

@@ -54,9 +54,9 @@ def keep_mask_of_tile(stream, threshold, i, m0, n0, q_start, k_start, stride, WI
     LAYOUT: gl.constexpr = accumulator(WIDTH)
     if ALIGNED:
         COUNTERS: gl.constexpr = counters_of_tile(WIDTH)
-        of_q = (q_start + stride * m0) // 2 + gl.arange(0, 32, gl.SliceLayout(1, COUNTERS))
-        of_k = (k_start + stride * n0) // 4 + gl.arange(0, WIDTH // 4, gl.SliceLayout(0, COUNTERS))
-        a, b = philox2x32(gl.expand_dims(of_q, 1), gl.expand_dims(of_k, 0), stream)
+        q_place = (q_start + stride * m0) // 2 + gl.arange(0, 32, gl.SliceLayout(1, COUNTERS))
+        k_place = (k_start + stride * n0) // 4 + gl.arange(0, WIDTH // 4, gl.SliceLayout(0, COUNTERS))
+        a, b = philox2x32(gl.expand_dims(q_place, 1), gl.expand_dims(k_place, 0), stream)
         keep = gl.join(keep_quarters(a, threshold), keep_quarters(b, threshold)).reshape([4, 8, WIDTH // 16, 4, 2, 2, 2])
         keep = gl.convert_layout(keep.permute([0, 6, 1, 2, 4, 3, 5]).reshape([64, WIDTH]), LAYOUT, assert_trivial=True)
     else:
@@ -77,9 +77,9 @@ def keep_mask_of_keys(
     if ALIGNED:
         COUNTERS: gl.constexpr = counters_of_keys(WIDTH, KEYS)
         i = gl.arange(0, WIDTH // 2, gl.SliceLayout(0, COUNTERS))
-        of_q = (q_start + stride * m0) // 2 + i
-        of_k = (k_start + stride * n0) // 4 + gl.arange(0, KEYS // 4, gl.SliceLayout(1, COUNTERS))
-        a, b = philox2x32(gl.expand_dims(of_q, 0), gl.expand_dims(of_k, 1), stream)
+        q_place = (q_start + stride * m0) // 2 + i
+        k_place = (k_start + stride * n0) // 4 + gl.arange(0, KEYS // 4, gl.SliceLayout(1, COUNTERS))
+        a, b = philox2x32(gl.expand_dims(q_place, 0), gl.expand_dims(k_place, 1), stream)
         keep = gl.join(keep_exchanged(a, i % 2 == 0, threshold), keep_exchanged(b, i % 2 == 0, threshold))
         keep = keep.reshape([KEYS // 16, 4, WIDTH // 16, 4, 2, 2, 2, 2]).permute([0, 5, 1, 4, 2, 7, 3, 6]).reshape([KEYS, WIDTH])
         keep = gl.convert_layout(keep, LAYOUT, assert_trivial=True)

@@ -192,8 +192,8 @@ def hopper_forward(
         key_mask_spans_ptr, sinks_ptr, alibi_slopes_ptr, dropout_BH, out_in_BSHE, lse_in_BSH, out_BSHE, lse_BSH, tickets_ptr,
         inner, softcap, threshold, rescale, S, T, H, G, together, total,
     )  # fmt: skip
-    of_q, of_k = Parts(q_BSHD, q_tail_BSHD), Parts(k_BTGD, k_tail_BTGD)
-    q = allocate_parts(of_q, GROUPS, 64, BLOCK_D, TAIL_D)
+    q_parts, k_parts = Parts(q_BSHD, q_tail_BSHD), Parts(k_BTGD, k_tail_BTGD)
+    q = allocate_parts(q_parts, GROUPS, 64, BLOCK_D, TAIL_D)
     out = q.main
     if BLOCK_D + TAIL_D <= 128:
         out = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, 64, 1, BLOCK_D], q_BSHD.layout)
@@ -209,7 +209,7 @@ def hopper_forward(
         some_hidden = allocate_numbers(STAGES)
     shared = ForwardSharedMemory(
         q,
-        allocate_parts(of_k, STAGES, BLOCK_K, BLOCK_D, TAIL_D),
+        allocate_parts(k_parts, STAGES, BLOCK_K, BLOCK_D, TAIL_D),
         gl.allocate_shared_memory(DTYPE, [STAGES, 1, BLOCK_K, 1, BLOCK_E], v_BTGE.layout),
         out,
         key_mask,
@@ -234,7 +234,7 @@ def hopper_forward(
             [
                 (consumer, (args, shared, sizes, 0)),
                 (consumer, (args, shared, sizes, 1)),
-                (producer, (of_q, of_k, v_BTGE, args, shared, sizes)),
+                (producer, (q_parts, k_parts, v_BTGE, args, shared, sizes)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -246,7 +246,7 @@ def hopper_forward(
                 (consumer, (args, shared, sizes, 0)),
                 (consumer, (args, shared, sizes, 1)),
                 (consumer, (args, shared, sizes, 2)),
-                (producer, (of_q, of_k, v_BTGE, args, shared, sizes)),
+                (producer, (q_parts, k_parts, v_BTGE, args, shared, sizes)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],

@@ -54,10 +54,10 @@ def forward(call: RingCall, portable: Launch) -> Launch:
     """Return the launch of the Hopper forward, with the outputs of ``portable``, the launch of the portable forward."""
     d, e = _widths(call)
     tiles = tiles_of_forward(call)
-    of_portable = dict(portable.constants)
+    constant = dict(portable.constants)
     constants = {
-        **{name: of_portable[name] for name in ("E", "V_COLUMN", "Q_RUNS", "K_RUNS")},
-        **{name: of_portable[name] for name in ("FIRST", "LAST", "FOLDED", "ZERO_MASKED", "ALIGNED")},
+        **{name: constant[name] for name in ("E", "V_COLUMN", "Q_RUNS", "K_RUNS")},
+        **{name: constant[name] for name in ("FIRST", "LAST", "FOLDED", "ZERO_MASKED", "ALIGNED")},
         "BLOCK_Q": tiles.block_q,
         "BLOCK_K": tiles.block_k,
         "BLOCK_D": d.main,
@@ -123,20 +123,20 @@ def _descriptors(call: RingCall, tiles: HopperConfig, d: TileColumns, e: int) ->
 
 
 def parts(
-    of: str, axes: str, name: str, dtype: str, shape: tuple[int, ...], rows: int, columns_of: TileColumns, pitch: int = 0
+    tensor: str, axes: str, name: str, dtype: str, shape: tuple[int, ...], rows: int, columns_of: TileColumns, pitch: int = 0
 ) -> dict[str, Argument]:
     """Map kernel parameters (``q_BSHD``, ``q_tail_BSHD``) to TMA descriptors of the main columns and, if any, the tail."""
     made: dict[str, Argument] = {}
     for part, width in (("", columns_of.main), ("_tail", columns_of.tail)):
         if width:
-            made[f"{of}{part}_{axes}"] = Descriptor(name, dtype, shape, (1, rows, 1, width), pitch, gluon=True)
+            made[f"{tensor}{part}_{axes}"] = Descriptor(name, dtype, shape, (1, rows, 1, width), pitch, gluon=True)
     return made
 
 
 def heads_together(call: RingCall) -> int:
     """Return how many query heads to process at a time: those of one key head, or of more if their k and v fit L2_SHARE."""
-    of_kv_head = 2 * call.kv_local * (call.head_dim + call.v_dim)
-    kv_heads = max(L2_SHARE // of_kv_head, 1)
+    bytes_of_head = 2 * call.kv_local * (call.head_dim + call.v_dim)
+    kv_heads = max(L2_SHARE // bytes_of_head, 1)
     return min(kv_heads * (call.heads // call.kv_heads), call.batch * call.heads)
 
 

@@ -46,8 +46,8 @@ def accumulator_by_eights(rows, columns, warps=4):
     one address per row, plus constant offsets, instead of one per element, in a pair of registers."""
     eights = [[0, 1 << bit, 0] for bit in range((columns // 8).bit_length() - 1)]
     lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
-    of_warps = [[16 << bit, 0, 0] for bit in range(warps.bit_length() - 1)]
-    return gl.DistributedLinearLayout([[0, 0, 1], [8, 0, 0], *eights], lanes, of_warps, [], [rows, columns // 8, 8])
+    warp_bases = [[16 << bit, 0, 0] for bit in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout([[0, 0, 1], [8, 0, 0], *eights], lanes, warp_bases, [], [rows, columns // 8, 8])
 
 
 @gluon.jit
@@ -63,11 +63,11 @@ def rows_and_columns(ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.conste
     LAYOUT: gl.constexpr = accumulator_by_eights(ROWS, COLUMNS, WARPS)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     eight = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    of_eight = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    in_eight = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     row = gl.expand_dims(gl.expand_dims(row, 1), 2)
     eight = gl.expand_dims(gl.expand_dims(eight, 0), 2)
-    of_eight = gl.expand_dims(gl.expand_dims(of_eight, 0), 1)
-    return row, 8 * eight.to(gl.int64) + of_eight
+    in_eight = gl.expand_dims(gl.expand_dims(in_eight, 0), 1)
+    return row, 8 * eight.to(gl.int64) + in_eight
 
 
 @constexpr_function

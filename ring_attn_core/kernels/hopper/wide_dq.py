@@ -201,8 +201,8 @@ def hopper_wide_dq(
         key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH, lse2_BHS, delta_BHS, dq_in_BSHD, dq_BSHD, scale, inner, softcap,
         threshold, rescale, S, T, H, G, tickets_ptr, together, total,
     )  # fmt: skip
-    of_q, of_dout = Parts(q_BSHD, q_tail_BSHD), Parts(dout_BSHE, dout_tail_BSHE)
-    sources = Sources(of_q, of_dout, Parts(k_BTGD, k_tail_BTGD), Parts(v_BTGE, v_tail_BTGE))
+    q_parts, dout_parts = Parts(q_BSHD, q_tail_BSHD), Parts(dout_BSHE, dout_tail_BSHE)
+    sources = Sources(q_parts, dout_parts, Parts(k_BTGD, k_tail_BTGD), Parts(v_BTGE, v_tail_BTGE))
     q = allocate_parts(sources.q, GROUPS, 64, BLOCK_D, TAIL_D)
     out = q
     if IN_REGISTERS:

@@ -19,9 +19,9 @@ BLOCK_K = 64
 def dq(call: RingCall, portable: Launch) -> Launch:
     """Return the launch of the pass of dq, with the outputs of ``portable``, the launch of the portable dq."""
     tiles = tiles_of(call)
-    of_portable = dict(portable.constants)
+    constant = dict(portable.constants)
     constants = {
-        **{name: of_portable[name] for name in ("D", "V_COLUMN", "Q_RUNS", "K_RUNS")},
+        **{name: constant[name] for name in ("D", "V_COLUMN", "Q_RUNS", "K_RUNS")},
         "BLOCK_Q": tiles.block_q,
         "BLOCK_K": tiles.block_k,
         **_widths(call),
@@ -30,7 +30,7 @@ def dq(call: RingCall, portable: Launch) -> Launch:
         "IN_REGISTERS": tiles.q_in_registers,
         "REGISTERS": tiles.registers,
         "PRODUCER_REGISTERS": tiles.producer_registers,
-        **{name: of_portable[name] for name in ("FIRST", "ZERO_MASKED", "ALIGNED")},
+        **{name: constant[name] for name in ("FIRST", "ZERO_MASKED", "ALIGNED")},
         "FULLY_MASKED": call.fully_masked,
     }
     total = call.q_tiles(tiles.block_q) * call.heads * call.batch
@@ -55,24 +55,24 @@ def dq(call: RingCall, portable: Launch) -> Launch:
 def dkv(call: RingCall, portable: Launch) -> Launch:
     """Return the launch that computes dk and dv. Its outputs are those of ``portable``, the launch of the portable dkv."""
     tiles = tiles_of(call)
-    of_portable = dict(portable.constants)
+    constant = dict(portable.constants)
     constants = {
-        **{name: of_portable[name] for name in ("D", "E", "K_STRIDE", "V_STRIDE", "V_COLUMN", "Q_RUNS", "K_RUNS")},
+        **{name: constant[name] for name in ("D", "E", "K_STRIDE", "V_STRIDE", "V_COLUMN", "Q_RUNS", "K_RUNS")},
         "BLOCK_Q": tiles.dkv_block_q,
         "BLOCK_K": BLOCK_K,
         **_widths(call),
-        "FIRST": of_portable["FIRST"],
+        "FIRST": constant["FIRST"],
         "ZERO_MASKED": call.zero_masked,
         "FULLY_MASKED": call.fully_masked,
-        "ALIGNED": of_portable["ALIGNED"],
+        "ALIGNED": constant["ALIGNED"],
         "STAGES": tiles.q_stages,
         "IN_REGISTERS": tiles.kv_in_registers,
         "REGISTERS": tiles.registers,
         "PRODUCER_REGISTERS": tiles.producer_registers,
     }
-    of_call = _arguments(call, portable, tiles.dkv_block_q, BLOCK_K, "intervals", "query_tiles")
+    known = _arguments(call, portable, tiles.dkv_block_q, BLOCK_K, "intervals", "query_tiles")
     ranges = ("key_ranges_ptr", Array("key_ranges", "int32"))
-    arguments: dict[str, Argument] = dict(ranges if argument[0] == "extents_ptr" else argument for argument in of_call.items())
+    arguments: dict[str, Argument] = dict(ranges if argument[0] == "extents_ptr" else argument for argument in known.items())
     arguments |= {"together": Scalar(kv_heads_together(call, BLOCK_K), "i32"), **call.head_counts}
     return replace(
         portable, kernel="hopper_wide_dkv", grid=call.k_tiles(BLOCK_K) * call.kv_heads * call.batch,
@@ -96,13 +96,13 @@ def _arguments(call: RingCall, portable: Launch, q_rows: int, k_rows: int, *list
     d, e, both = in_parts(call.head_dim), in_parts(call.v_dim), call.head_dim + call.v_dim
     keys, values = ("kv", "kv") if call.packed else ("k", "v")
     k_pitch, v_width = (both, both) if call.packed else (call.head_dim, call.v_dim)
-    of_q, of_k = (call.batch, call.seq_local, call.heads), (call.batch, call.kv_local, call.kv_heads)
+    q_shape, k_shape = (call.batch, call.seq_local, call.heads), (call.batch, call.kv_local, call.kv_heads)
     spans = call.array("key_mask", "int32", "key_mask_spans")
     arguments: dict[str, Argument] = {
-        **parts("q", "BSHD", "q", call.dtype, (*of_q, call.head_dim), q_rows, d),
-        **parts("dout", "BSHE", "dout", call.dtype, (*of_q, call.v_dim), q_rows, e),
-        **parts("k", "BTGD", keys, call.dtype, (*of_k, call.head_dim), k_rows, d, k_pitch),
-        **parts("v", "BTGE", values, call.dtype, (*of_k, v_width), k_rows, e),
+        **parts("q", "BSHD", "q", call.dtype, (*q_shape, call.head_dim), q_rows, d),
+        **parts("dout", "BSHE", "dout", call.dtype, (*q_shape, call.v_dim), q_rows, e),
+        **parts("k", "BTGD", keys, call.dtype, (*k_shape, call.head_dim), k_rows, d, k_pitch),
+        **parts("v", "BTGE", values, call.dtype, (*k_shape, v_width), k_rows, e),
         **({"key_mask_spans_ptr": spans} if spans else {}),
     }
     for parameter, argument in portable.arguments:

@@ -278,8 +278,8 @@ def merge_pairs(
     pairs = pairs_SRE + row * (E + 1)
     top = tl.full([BLOCK_S], float("-inf"), tl.float32)
     for s0 in range(0, S, BLOCK_S):
-        of_pair = (s0 + s).to(tl.int64) * ROWS * (E + 1)
-        lse = tl.load(pairs + of_pair + E, mask=s0 + s < S, other=float("-inf"))
+        base = (s0 + s).to(tl.int64) * ROWS * (E + 1)
+        lse = tl.load(pairs + base + E, mask=s0 + s < S, other=float("-inf"))
         top = tl.maximum(top, lse)
     most = tl.max(top, 0)
     if sinks_ptr is not None:
@@ -290,9 +290,9 @@ def merge_pairs(
     acc = tl.zeros([BLOCK_E], tl.float32)
     for s0 in range(0, S, BLOCK_S):
         inside = s0 + s < S
-        of_pair = (s0 + s).to(tl.int64) * ROWS * (E + 1)
-        weight = tl.exp(tl.load(pairs + of_pair + E, mask=inside, other=float("-inf")) - shift)
-        out = tl.load(pairs + of_pair[:, None] + e[None, :], mask=inside[:, None] & (e[None, :] < E), other=0.0)
+        base = (s0 + s).to(tl.int64) * ROWS * (E + 1)
+        weight = tl.exp(tl.load(pairs + base + E, mask=inside, other=float("-inf")) - shift)
+        out = tl.load(pairs + base[:, None] + e[None, :], mask=inside[:, None] & (e[None, :] < E), other=0.0)
         total += tl.sum(weight, 0)
         acc += tl.sum(weight[:, None] * out, 0)
     if sinks_ptr is not None:

@@ -64,14 +64,14 @@ def keep_mask(
     (BY_KEYS: four)."""
     if ALIGNED and BY_KEYS:
         j = tl.arange(0, KEYS // 2)[:, None]
-        of_q, of_k = q_first // 2 + tl.arange(0, QUERIES // 2), k_first // 4 + j // 2
-        a, b = philox2x32(of_q[None, :], of_k, stream)  # pyright: ignore[reportGeneralTypeIssues]
+        q_place, k_place = q_first // 2 + tl.arange(0, QUERIES // 2), k_first // 4 + j // 2
+        a, b = philox2x32(q_place[None, :], k_place, stream)  # pyright: ignore[reportGeneralTypeIssues]
         keep = tl.join(keep_halves(turned(a, j % 2), threshold), keep_halves(turned(b, j % 2), threshold))
         keep = tl.permute(tl.reshape(keep, [KEYS // 16, 8, QUERIES // 16, 8, 2, 2]), (0, 4, 1, 2, 5, 3))
         keep = tl.reshape(keep, [KEYS, QUERIES])
     elif ALIGNED:
-        of_q, of_k = q_first // 2 + tl.arange(0, QUERIES // 2), k_first // 4 + tl.arange(0, KEYS // 4)
-        a, b = philox2x32(of_q[:, None], of_k[None, :], stream)  # pyright: ignore[reportGeneralTypeIssues]
+        q_place, k_place = q_first // 2 + tl.arange(0, QUERIES // 2), k_first // 4 + tl.arange(0, KEYS // 4)
+        a, b = philox2x32(q_place[:, None], k_place[None, :], stream)  # pyright: ignore[reportGeneralTypeIssues]
         keep = tl.join(keep_quarters(a, threshold), keep_quarters(b, threshold))
         keep = tl.permute(tl.reshape(keep, [QUERIES // 16, 8, KEYS // 16, 4, 2, 2, 2]), (0, 6, 1, 2, 4, 3, 5))
         keep = tl.reshape(keep, [QUERIES, KEYS])
@@ -83,9 +83,9 @@ def keep_mask(
 
 
 @triton.jit
-def philox2x32(of_q, of_k, stream):
+def philox2x32(q_place, k_place, stream):
     """Return the two uint32 words of Philox for counters of two int32 words that broadcast; ``stream`` is the key."""
-    a, b = tl.broadcast(of_q.to(tl.uint32), of_k.to(tl.uint32))
+    a, b = tl.broadcast(q_place.to(tl.uint32), k_place.to(tl.uint32))
     for _ in tl.static_range(ROUNDS):  # pyright: ignore[reportGeneralTypeIssues]
         product = a.to(tl.uint64) * MULTIPLIER
         a, b = (product >> 32).to(tl.uint32) ^ stream ^ b, product.to(tl.uint32)

@@ -82,10 +82,10 @@ def intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> Launch
 @lru_cache(maxsize=4096)
 def tile_order(call: RingCall, block_q: int) -> Launch:
     """Return the launch of ``tile_order``, int32 [batch, q tiles]: the query tiles that visit the most key tiles come first."""
-    of_keys, q_tiles = "key_extents" in call.array_names, call.q_tiles(block_q)
+    by_keys, q_tiles = "key_extents" in call.array_names, call.q_tiles(block_q)
     arguments = {
-        "key_tiles_ptr": None if of_keys else Array("key_tiles", "int32"),
-        "intervals_ptr": Array("intervals", "int32") if of_keys else None,
+        "key_tiles_ptr": None if by_keys else Array("key_tiles", "int32"),
+        "intervals_ptr": Array("intervals", "int32") if by_keys else None,
         "tile_order_ptr": Array("tile_order", "int32"),
         "Q_TILES": Scalar(q_tiles, "i32"),
     }
@@ -111,11 +111,11 @@ def key_ranges(call: RingCall) -> Launch:
 @lru_cache(maxsize=4096)
 def query_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
     """Return the launch of ``query_tiles``, int32 [batch, k tiles, q_runs, 4]: first, last (exclusive), tiles to visit, 0."""
-    of_keys = "key_extents" in call.array_names
+    by_keys = "key_extents" in call.array_names
     arguments = {
         "rows_ptr": Array("rows", "int32"),
-        "bounds_ptr": None if of_keys else Array("bounds", "int32"),
-        "intervals_ptr": Array("intervals", "int32") if of_keys else None,
+        "bounds_ptr": None if by_keys else Array("bounds", "int32"),
+        "intervals_ptr": Array("intervals", "int32") if by_keys else None,
         "query_tiles_ptr": Array("query_tiles", "int32"),
         "S": Scalar(call.seq_local, "i32"),
         "T": Scalar(call.kv_local, "i32"),
@@ -127,20 +127,20 @@ def query_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
 
 
 @lru_cache(maxsize=4096)
-def not_finite(call: RingCall, of_values: bool) -> Launch:
+def not_finite(call: RingCall, values: bool) -> Launch:
     """Return the launch of ``not_finite``, int32 [batch, kv_heads, spans]: 1 if MASK_SPAN keys hold infinity or NaN."""
     k_stride, v_stride, v_column = call.key_columns
-    width = call.v_dim if of_values else call.head_dim
+    width = call.v_dim if values else call.head_dim
     arguments = {
-        "x_BTGD": Array("kv" if call.packed else "v" if of_values else "k", call.dtype),
+        "x_BTGD": Array("kv" if call.packed else "v" if values else "k", call.dtype),
         "not_finite_ptr": Array("not_finite", "int32"),
         "T": Scalar(call.kv_local, "i32"),
         "G": Scalar(call.kv_heads, "i32"),
     }
     constants = {
         "D": width,
-        "STRIDE": v_stride if of_values else k_stride,
-        "COLUMN": v_column if of_values else 0,
+        "STRIDE": v_stride if values else k_stride,
+        "COLUMN": v_column if values else 0,
         "BLOCK_D": padded(width),
     }
     spans = -(-call.kv_local // MASK_BLOCK) * (MASK_BLOCK // MASK_SPAN)

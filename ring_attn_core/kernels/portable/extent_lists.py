@@ -210,8 +210,8 @@ def query_tiles(
         tile = start + tl.arange(0, SCAN)
         inside = tile < tiles.last
         if intervals_ptr is not None:
-            of_tile = ((batch * Q_RUNS + q_run).to(tl.int64) * q_tiles + tile) * K_RUNS + k_tile // k_tiles
-            some = lies_in(n0 // BLOCK_K, intervals_ptr + of_tile * LIST, inside)
+            place = ((batch * Q_RUNS + q_run).to(tl.int64) * q_tiles + tile) * K_RUNS + k_tile // k_tiles
+            some = lies_in(n0 // BLOCK_K, intervals_ptr + place * LIST, inside)
         else:
             bounds = bounds_ptr + ((batch * Q_RUNS + q_run).to(tl.int64) * q_tiles + tile) * 4
             begin = (tl.maximum(tl.load(bounds, mask=inside, other=0) - row.k_start, 0) + row.stride - 1) // row.stride

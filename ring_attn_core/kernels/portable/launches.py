@@ -28,7 +28,7 @@ def forward(call: RingCall, first: bool, last: bool) -> Launch:
     """Return the launch that merges a shard of keys into ``out``, ``lse`` and, for float32, lse's rounding error ``rest``."""
     tiles = call.tiles("forward")
     out = Output("out", (call.batch, call.seq_local, call.heads, call.v_dim), call.dtype if last else "float32")
-    of_lse = tuple(
+    lse = tuple(
         Output(name, (call.batch, call.seq_local, call.heads), "float32", None if first else name + "_in")
         for name in (("lse", "rest") if call.carries_rest else ("lse",))
     )
@@ -62,7 +62,7 @@ def forward(call: RingCall, first: bool, last: bool) -> Launch:
     if call.tail is not None:
         constants |= {"BLOCK_D": padded(call.v_dim), "BLOCK_TAIL": padded(call.tail) if call.tail else 0}
     grid = call.q_tiles(tiles.block_q) * call.heads * call.batch
-    return launch_of("forward", grid, arguments, constants, (out, *of_lse), tiles)
+    return launch_of("forward", grid, arguments, constants, (out, *lse), tiles)
 
 
 @lru_cache(maxsize=4096)
@@ -175,7 +175,7 @@ def _fields(output: Output) -> tuple[str, tuple[int, ...], str]:
     return output.name, output.shape, output.dtype
 
 
-def _inputs(call: RingCall, tiles: TileConfig, own: str, *of_queries: str) -> dict[str, Argument]:
+def _inputs(call: RingCall, tiles: TileConfig, own: str, *optional: str) -> dict[str, Argument]:
     """Return a kernel's arguments for q, k, v and dout: pointers, or TMA descriptors of tiles. ``own``: "q" or "kv", if a program
     loads a single tile of it. With ``call.tail`` the values are columns of k, and v has no argument."""
     k_stride, v_stride, _ = call.key_columns
@@ -189,26 +189,26 @@ def _inputs(call: RingCall, tiles: TileConfig, own: str, *of_queries: str) -> di
             return Descriptor(name, call.dtype, (call.batch * tokens, heads * stride), (rows, width))
         return Descriptor(name, call.dtype, (call.batch, tokens, heads, stride), (1, rows, 1, width))
 
-    of_q, of_k = (call.seq_local, call.heads), (call.kv_local, call.kv_heads)
+    q_shape, k_shape = (call.seq_local, call.heads), (call.kv_local, call.kv_heads)
     arguments: dict[str, Argument] = {}
     parts = {"": call.v_dim, "_tail": call.tail} if call.tail else {"": call.head_dim}
     for part, width in parts.items():
-        arguments[f"q{part}_BSHD"] = tiled("q", *of_q, call.head_dim, tiles.block_q, width, "q")
-    if "dout_BSHE" in of_queries:
-        arguments["dout_BSHE"] = tiled("dout", *of_q, call.v_dim, tiles.block_q, call.v_dim, "q")
+        arguments[f"q{part}_BSHD"] = tiled("q", *q_shape, call.head_dim, tiles.block_q, width, "q")
+    if "dout_BSHE" in optional:
+        arguments["dout_BSHE"] = tiled("dout", *q_shape, call.v_dim, tiles.block_q, call.v_dim, "q")
     for part, width in parts.items():
-        arguments[f"k{part}_BTGD"] = tiled(k_name, *of_k, k_stride, tiles.block_k, width, "kv")
+        arguments[f"k{part}_BTGD"] = tiled(k_name, *k_shape, k_stride, tiles.block_k, width, "kv")
     if call.tail is None:
-        arguments["v_BTGE"] = tiled(v_name, *of_k, v_stride, tiles.block_k, call.v_dim, "kv")
+        arguments["v_BTGE"] = tiled(v_name, *k_shape, v_stride, tiles.block_k, call.v_dim, "kv")
     return arguments
 
 
 def of_decode(call: DecodeCall) -> Iterator[Launch]:
     """Yield the launches of decoding on one rank and on two ranks; more ranks use the kernels compiled for two ranks."""
     yield decode(call)
-    for of_ranks in (None, 2):
+    for ranks in (None, 2):
         for final in (True, False):
-            yield merge_pairs(call, of_ranks, final)
+            yield merge_pairs(call, ranks, final)
 
 
 @lru_cache(maxsize=4096)
@@ -216,11 +216,11 @@ def decode(call: DecodeCall) -> Launch:
     """Return the launch over splits of a cache; ``pairs`` [splits, batch, queries, heads, v_dim + 1] get out and lse."""
     tiles, array_names, log2e = call.tiles, call.array_names, math.log2(math.e)
     optional = lambda name, dtype="float32": Array(name, dtype) if name in array_names else None
-    of_keys, cap = "uint8" if call.fp8 else call.dtype, call.softcap
+    key_dtype, cap = "uint8" if call.fp8 else call.dtype, call.softcap
     arguments = {
         "q_BNHD": Array("q", call.dtype),
-        "k_BTGD": Array("k", of_keys),
-        "v_BTGE": Array("v", of_keys),
+        "k_BTGD": Array("k", key_dtype),
+        "v_BTGE": Array("v", key_dtype),
         "q_positions_BN": Array("q_positions", "int32"),
         "k_positions_BT": Array("k_positions", "int32"),
         "tree_mask_BNN": optional("tree_mask", "uint8"),

@@ -51,13 +51,13 @@ class Direct(OneWay):
         yield step
 
     def collect_gradients(
-        self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
+        self, dq: jax.Array, dkv: Gradients, query: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
         """Return the gradients of this rank's q, keys and sinks; in a balanced layout, first send those of received keys home."""
         if isinstance(ring.plan, NeededPlan):
             assert not isinstance(dkv, tuple), "what travels is packed"
             dkv = gradients_home(dkv, ring.plan, ring.axis)
-        return dq, dkv, of_q.sinks
+        return dq, dkv, query.sinks
 
 
 class DirectStep:

@@ -35,12 +35,12 @@ class GatherKeys(OneWay):
         return queries, keys_in_order(joined(parts, keys.kv.shape[1]), ring), score
 
     def collect_gradients(
-        self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
+        self, dq: jax.Array, dkv: Gradients, query: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
         """Return ``dq`` (unchanged), the sum over all ranks of the gradients of this rank's own keys, and the sinks' gradient."""
         assert not isinstance(dkv, tuple), "what travels is packed"
         parts = exchange(by_rank(by_shard(dkv, ring), ring.plan.ranks), 0, 0, ring.axis, None)
-        return dq, summed(parts), of_q.sinks
+        return dq, summed(parts), query.sinks
 
 
 def keys_in_order(keys: Keys, ring: Ring) -> Keys:

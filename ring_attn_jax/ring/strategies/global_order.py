@@ -32,28 +32,30 @@ class GlobalOrder(OneWay):
         self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
     ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
         """Return the queries, keys and extents of all ranks by position, and a score that marks this rank's own tokens."""
-        of_q, of_k = _tokens(ring)
+        q_order, k_order = _tokens(ring)
         extents = None if score.extents is None else clipped(score.extents)
-        spread, extents = jax.tree.map(lambda x: of_q.sort(side_by_side(all_gather(x, ring.axis))), (queries, extents))
+        spread, extents = jax.tree.map(lambda x: q_order.sort(side_by_side(all_gather(x, ring.axis))), (queries, extents))
         whole = joined(jax.tree.map(lambda x: all_gather(x, ring.axis), keys), keys.kv.shape[1])
         # The barrier keeps XLA from compiling the tiles in another way where it knows what surrounds them, such as on one rank.
-        whole = whole if of_k.order is None else along_tokens(of_k.sort, whole)
-        spread, keys, extents, own_queries, own_keys = lax.optimization_barrier((spread, whole, extents, of_q.own, of_k.own))
+        whole = whole if k_order.order is None else along_tokens(k_order.sort, whole)
+        spread, keys, extents, own_queries, own_keys = lax.optimization_barrier(
+            (spread, whole, extents, q_order.own, k_order.own)
+        )
         score = replace(score, extents=extents, own_queries=own_queries, own_keys=own_keys)
-        return spread, keys, replace(score, query_tiles=of_q.tiles, key_tiles=of_k.tiles)
+        return spread, keys, replace(score, query_tiles=q_order.tiles, key_tiles=k_order.tiles)
 
     def collect(self, results: tuple[jax.Array, ...], ring: Ring) -> tuple[jax.Array, ...]:
         """Return the results of this rank's own queries. At padding out is 0 and lse -inf."""
-        of_q, _ = _tokens(ring)
+        q_order, _ = _tokens(ring)
         results = lax.optimization_barrier(results)
-        return tuple(of_q.select(x, blank) for x, blank in zip(results, (0.0, -math.inf, 0.0), strict=False))
+        return tuple(q_order.select(x, blank) for x, blank in zip(results, (0.0, -math.inf, 0.0), strict=False))
 
     def collect_gradients(
-        self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
+        self, dq: jax.Array, dkv: Gradients, query: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
         """Return the gradients of this rank's own queries and keys, and on rank 0 that of the sinks, elsewhere 0."""
         queries, keys = _tokens(ring)
-        dq, dkv, dsinks = lax.optimization_barrier((dq, dkv, of_q.sinks))
+        dq, dkv, dsinks = lax.optimization_barrier((dq, dkv, query.sinks))
         assert not isinstance(dkv, tuple), "what travels is packed"
         dsinks = None if dsinks is None else jnp.where(lax.axis_index(ring.axis) == 0, dsinks, 0)
         return queries.select(dq), keys.select(dkv), dsinks

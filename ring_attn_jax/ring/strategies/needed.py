@@ -70,24 +70,24 @@ def _tables(plan: NeededPlan) -> tuple[np.ndarray, ...]:
     sent, received = ([[[] for _ in ranks] for _ in ranks] for _ in range(2))
     order: list[list[tuple[int, int]]] = [[] for _ in ranks]
     for reader in ranks:
-        count, of_owner = 0, [0] * plan.ranks
+        count, starts = 0, [0] * plan.ranks
         for base, part in plan.places(reader):
             count = base + part.length
             if part.owner == reader:
                 order[reader].append((base, part.first))
                 continue
-            arrives = of_owner[part.owner]
+            arrives = starts[part.owner]
             order[reader].append((base, plan.kv_local + part.owner * each + arrives))
             sent[part.owner][reader].append((arrives, part.first))
             received[reader][part.owner].append((arrives, base))
-            of_owner[part.owner] = arrives + part.length
+            starts[part.owner] = arrives + part.length
         order[reader].append((count, plan.kv_local + plan.ranks * each))
         for owner in ranks:
-            sent[owner][reader].append((of_owner[owner], plan.kv_local))
-            received[reader][owner].append((of_owner[owner], none))
-    of_ranks = lambda lists: even([x for of_rank in lists for x in of_rank], (BEYOND, 0)).reshape(plan.ranks, plan.ranks, -1, 2)
+            sent[owner][reader].append((starts[owner], plan.kv_local))
+            received[reader][owner].append((starts[owner], none))
+    by_rank = lambda lists: even([x for spans in lists for x in spans], (BEYOND, 0)).reshape(plan.ranks, plan.ranks, -1, 2)
     own = even([_own(plan, rank) for rank in ranks], (BEYOND, 0))
-    return of_ranks(sent), even(order, (BEYOND, 0)), own, of_ranks(received)
+    return by_rank(sent), even(order, (BEYOND, 0)), own, by_rank(received)
 
 
 def _own(plan: NeededPlan, rank: int) -> list[tuple[int, int]]:
@@ -145,8 +145,8 @@ def unavailable(extents: jax.Array, ring: Ring) -> jax.Array | None:
     plan = ring.plan
     if not isinstance(plan, NeededPlan):
         return None
-    of_ranks = even([[(0, 0), *plan.available(rank)] for rank in range(plan.ranks)], (BEYOND, 0))
-    starts, ends = jnp.unstack(jnp.asarray(of_ranks)[lax.axis_index(ring.axis)], axis=-1)
+    known_spans = even([[(0, 0), *plan.available(rank)] for rank in range(plan.ranks)], (BEYOND, 0))
+    starts, ends = jnp.unstack(jnp.asarray(known_spans)[lax.axis_index(ring.axis)], axis=-1)
     at = positions_of(rows(ring, 0)[:, 0, 2:5], extents.shape[1])
     first, end = jnp.unstack(jnp.clip(clipped(extents), *limits(at, plan.band)), axis=-1)
     end = jnp.minimum(end, plan.kv_length)

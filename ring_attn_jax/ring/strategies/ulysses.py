@@ -54,19 +54,19 @@ class HeadExchange(OneWay):
         return tuple(_collected(results, ring))
 
     def collect_gradients(
-        self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
+        self, dq: jax.Array, dkv: Gradients, query: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
         """Return dq and dkv of this rank's own tokens for all heads, and dsinks [heads], with zeros for other ranks' heads.
 
         Gradients travel in q's dtype, but dkv in at least float32 if several ranks of the group use the same key head.
         """
         assert not isinstance(dkv, tuple), "what travels is packed"
-        (head_split, place), dtype = _head_split_of(ring), of_q.q.dtype
+        (head_split, place), dtype = _head_split_of(ring), query.q.dtype
         dq, dkv = _collected((dq.astype(dtype), dkv.astype(dtype) if head_split.copies == 1 else dkv), ring)
         if head_split.copies > 1:
             b, t, heads, width = dkv.shape
             dkv = summed(jnp.moveaxis(dkv.reshape(b, t, heads // head_split.copies, head_split.copies, width), 3, 0))
-        dsinks = of_q.sinks
+        dsinks = query.sinks
         if dsinks is not None:  # add zeros for the heads of other ranks
             mine = jnp.arange(head_split.heads) // head_split.q_local == place
             dsinks = jnp.where(mine, jnp.tile(dsinks, head_split.ranks), 0)

@@ -46,12 +46,12 @@ class Direct(OneWay):
         yield step
 
     def collect_gradients(
-        self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
+        self, dq: Tensor, dkv: Gradients, query: BackwardInputs, ring: Ring
     ) -> tuple[Tensor, Gradients, Tensor | None]:
         if isinstance(ring.plan, NeededPlan):
             assert isinstance(dkv, Tensor), "what travels is packed"
             dkv = gradients_home(dkv, ring.plan, ring.group)
-        return dq, dkv, of_q.sinks
+        return dq, dkv, query.sinks
 
 
 class Slices:
@@ -118,7 +118,7 @@ class DirectStep(OwnerStep):
     def deliver(self, dkv: Tensor) -> None:
         """Start to return the gradients of received slices to the keys' owner, and to receive those of this rank's own slices."""
         part = lambda first, tokens: dkv[:, first : first + tokens].contiguous()
-        sent = tuple(part(*of) for of in visible(self._ring, self.shift, -self.shift))
+        sent = tuple(part(*slice_) for slice_ in visible(self._ring, self.shift, -self.shift))
         b, _, *rest = dkv.shape
         arriving = tuple(dkv.new_empty((b, tokens, *rest)) for _, tokens in visible(self._ring, self.shift, 0))
         self._returning = swap(sent, arriving, -self.shift, self._ring.group)

@@ -29,11 +29,11 @@ class GatherKeys(OneWay):
         return queries, keys_in_order(whole, ring), score
 
     def collect_gradients(
-        self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
+        self, dq: Tensor, dkv: Gradients, query: BackwardInputs, ring: Ring
     ) -> tuple[Tensor, Gradients, Tensor | None]:
         assert isinstance(dkv, Tensor), "what travels is packed"
         (parts,) = exchange((by_rank(by_shard(dkv, ring), ring.plan.ranks),), 0, ring.group).wait()
-        return dq, summed(parts), of_q.sinks
+        return dq, summed(parts), query.sinks
 
 
 def keys_in_order(keys: Keys, ring: Ring) -> Keys:

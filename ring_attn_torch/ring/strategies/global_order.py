@@ -30,32 +30,32 @@ class GlobalOrder(OneWay):
 
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
         """Return the queries, keys and extents of all ranks by position, and a score that marks this rank's own tokens."""
-        of_q, of_k = _tokens(ring, queries[0].device)
+        q_order, k_order = _tokens(ring, queries[0].device)
         extents = None if score.extents is None else clipped(score.extents)
         sent: Any = (*queries, extents, *keys)
         if ring.plan.ranks > 1:
             sent = all_gather(sent, ring.group).wait()
         else:
             sent = tuple([None if x is None else x[None] for x in sent])
-        moved: Any = [None if x is None else of_q.sort(side_by_side(x)) for x in sent[: -len(keys)]]
+        moved: Any = [None if x is None else q_order.sort(side_by_side(x)) for x in sent[: -len(keys)]]
         *spread, extents = moved
         keys = joined(Keys(*sent[-len(keys) :]), keys.kv.shape[1])
-        keys = keys if of_k.order is None else along_tokens(of_k.sort, keys)
-        score = score._replace(extents=extents, own_queries=of_q.own, own_keys=of_k.own)
-        return tuple(spread), keys, score._replace(query_tiles=of_q.tiles, key_tiles=of_k.tiles)
+        keys = keys if k_order.order is None else along_tokens(k_order.sort, keys)
+        score = score._replace(extents=extents, own_queries=q_order.own, own_keys=k_order.own)
+        return tuple(spread), keys, score._replace(query_tiles=q_order.tiles, key_tiles=k_order.tiles)
 
     def collect(self, results: tuple[Tensor, ...], ring: Ring) -> tuple[Tensor, ...]:
         """Return the results of this rank's own queries. At padding out is 0 and lse -inf."""
-        of_q, _ = _tokens(ring, results[0].device)
-        return tuple([of_q.select(x, blank) for x, blank in zip(results, (0.0, -math.inf, 0.0), strict=False)])
+        q_order, _ = _tokens(ring, results[0].device)
+        return tuple([q_order.select(x, blank) for x, blank in zip(results, (0.0, -math.inf, 0.0), strict=False)])
 
     def collect_gradients(
-        self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
+        self, dq: Tensor, dkv: Gradients, query: BackwardInputs, ring: Ring
     ) -> tuple[Tensor, Gradients, Tensor | None]:
         """Return the gradients of this rank's own queries and keys, and on rank 0 that of the sinks, elsewhere 0."""
         assert isinstance(dkv, Tensor), "what travels is packed"
         queries, keys = _tokens(ring, dq.device)
-        dsinks = of_q.sinks if of_q.sinks is None or rank_in(ring.group) == 0 else torch.zeros_like(of_q.sinks)
+        dsinks = query.sinks if query.sinks is None or rank_in(ring.group) == 0 else torch.zeros_like(query.sinks)
         return queries.select(dq), keys.select(dkv), dsinks
 
 

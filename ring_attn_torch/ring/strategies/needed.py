@@ -96,9 +96,9 @@ def gradients_home(dkv: Tensor, plan: NeededPlan, group: Group) -> Tensor:
         held, total = total, total.new_zeros(len(total), plan.kv_local, *total.shape[2:])
         total[:, places.held] = held
     transfer.wait()
-    parts, of_keys = returned.split(sizes), total.transpose(0, 1)
+    parts, by_key = returned.split(sizes), total.transpose(0, 1)
     for shift in range(1, ranks):
         reader = (rank + shift) % ranks
         if sizes[reader]:
-            of_keys.index_add_(0, places.sent[reader], parts[reader])
+            by_key.index_add_(0, places.sent[reader], parts[reader])
     return total

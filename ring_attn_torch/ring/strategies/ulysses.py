@@ -48,20 +48,20 @@ class HeadExchange(OneWay):
         return _collected(results, ring)
 
     def collect_gradients(
-        self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
+        self, dq: Tensor, dkv: Gradients, query: BackwardInputs, ring: Ring
     ) -> tuple[Tensor, Gradients, Tensor | None]:
         """Return dq and dkv of this rank's own tokens for all heads, and dsinks [heads], with zeros for other ranks' heads. All
         travel in q's dtype, but dkv in at least float32 if several ranks use the same key head, whose gradients are added
         afterwards."""
         assert isinstance(dkv, Tensor), "what travels is packed"
-        (head_split, place), dtype = _head_split_of(ring), of_q.q.dtype
+        (head_split, place), dtype = _head_split_of(ring), query.q.dtype
         dq, dkv = _collected((dq.to(dtype), dkv.to(dtype) if head_split.copies == 1 else dkv), ring)
         if head_split.copies > 1:
             dkv = summed(dkv.unflatten(2, (head_split.kv_heads, head_split.copies)).movedim(3, 0).contiguous())
-        if of_q.sinks is None:
+        if query.sinks is None:
             return dq, dkv, None
         zeros = place * head_split.q_local, (head_split.ranks - place - 1) * head_split.q_local  # for the heads of other ranks
-        return dq, dkv, torch.nn.functional.pad(of_q.sinks, zeros)
+        return dq, dkv, torch.nn.functional.pad(query.sinks, zeros)
 
 
 def _head_split_of(ring: Ring) -> tuple[HeadSplit, int]:
