@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ring_attn_cli.demo import report
-from ring_attn_cli.demo.report import Check, check_losses, passed
+from ring_attn_cli.demo.report import Check, check_losses, is_passed
 from ring_attn_cli.demo.run import find_frameworks, run
 from ring_attn_cli.demo.settings import DemoSettings, read_standard_library
 from ring_attn_cli.main import app
@@ -90,8 +90,8 @@ def test_what_is_not_installed_is_left_out_in_words(monkeypatch: pytest.MonkeyPa
 def test_a_missed_bound_is_named_and_ends_with_status_1(value: float):
     checks = [Check("PyTorch loss: last over first", 0.9, 0.99), Check("JAX loss: last over first", value, 1e-6)]
     kept, missed = SimpleNamespace(passed=True), SimpleNamespace(passed=False)
-    assert [passed(kept, each) for each in (checks[:1], checks, [])] == [True, False, False]  # type: ignore[arg-type]
-    assert not passed(missed, checks[:1])  # type: ignore[arg-type]
+    assert [is_passed(kept, each) for each in (checks[:1], checks, [])] == [True, False, False]  # type: ignore[arg-type]
+    assert not is_passed(missed, checks[:1])  # type: ignore[arg-type]
     printed = said(report.conclude(checks, 1.0))
     assert "Missed JAX loss: last over first" in printed and "1 of 2 bounds are missed" in printed
     assert "PyTorch" not in printed

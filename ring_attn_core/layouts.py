@@ -46,7 +46,7 @@ LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "striped": striped, "zig
 
 def slots(layout: object) -> int:
     """Return the number of slots: the equal parts of a shard, each of which holds one run of positions in ``layout``."""
-    return len(named(layout)(0, 1, 0))
+    return len(find_layout(layout)(0, 1, 0))
 
 
 def padded_local(layout: object, ranks: int, length: int) -> int:
@@ -136,7 +136,7 @@ def check_padded(tokens: int, padded: int, where: str) -> None:
         raise ValueError(f"from_layout expects {padded} tokens {where}, got {tokens}: pass the length that to_layout was given")
 
 
-def named(layout: object) -> Layout:
+def find_layout(layout: object) -> Layout:
     if layout == "balanced" or hasattr(layout, "runs"):
         raise ValueError(
             f"a balanced layout follows from documents, and this call takes one of {', '.join(LAYOUTS)}. ring_attention, "

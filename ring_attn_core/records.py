@@ -13,7 +13,7 @@ MOST_KNOWN = 1024
 """Largest number of entries of a cache indexed by ``Problem``. In a balanced layout each batch adds an entry of up to 100 KB."""
 
 
-def remembered(make: Callable[P, T]) -> Callable[P, T]:
+def remember(make: Callable[P, T]) -> Callable[P, T]:
     """Cache the records that ``make`` returns by arguments and types; on TypeError, let its own checks raise."""
     known = lru_cache(maxsize=4096, typed=True)(make)
 
@@ -34,7 +34,7 @@ def add_newest(known: dict[T, Any], record: T, value: Any = None, most: int | No
         del known[next(iter(known))]
 
 
-def hashed_once(record: type[T]) -> type[T]:
+def hash_once(record: type[T]) -> type[T]:
     """Make a frozen dataclass cache its hash on the instance at first use. Pickles do not contain the hash."""
     hash_fields = record.__hash__
 

@@ -25,14 +25,14 @@ def warn_if_untried(package: str, first_rank: bool = True) -> None:
         return
     _looked_at.add(package)
     try:
-        said = untried(package, version(package))
+        said = describe_untried(package, version(package))
     except PackageNotFoundError:  # a module under that name without metadata
         return
     if said is not None:
         warnings.warn(said, stacklevel=3)
 
 
-def untried(package: str, installed: str) -> str | None:
+def describe_untried(package: str, installed: str) -> str | None:
     """Return the text of a warning if release ``installed`` of ``package`` is not in TRIED, else None."""
     number = re.match(r"(\d+)\.(\d+)", installed)
     if number is not None and (int(number[1]), int(number[2])) in TRIED[package]:

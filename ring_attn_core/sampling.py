@@ -59,7 +59,7 @@ class Sampling:
     def __post_init__(self) -> None:
         hold_numbers(self, ("seed",))
         for name in PER_REQUEST:
-            object.__setattr__(self, name, _held(getattr(self, name)))
+            object.__setattr__(self, name, _as_python(getattr(self, name)))
         for name, x in _each("temperature", self.temperature):
             if not is_finite(x) or x < 0:
                 raise ValueError(f"{name} must be a number of at least 0, 0 for the most probable token, got {in_words(x)}")
@@ -101,13 +101,21 @@ class Sampling:
         low, high = seed_words(int(self.seed))
         if not _any(self.temperature):
             return SamplingParameters(None, None, None, low, high)
-        temperature = _mapped(self.temperature, lambda x: float(min(max(x, LEAST), 1 / LEAST)) if x else 0.0)
-        k = None if self.top_k is None else _mapped(self.top_k, lambda x: ALL_TOKENS if x is None else min(int(x), ALL_TOKENS))
-        p = None if self.top_p in (None, 1) else _mapped(self.top_p, lambda x: ALL if x in (None, 1) else max(float(x), LEAST))
+        temperature = _map_values(self.temperature, lambda x: float(min(max(x, LEAST), 1 / LEAST)) if x else 0.0)
+        k = (
+            None
+            if self.top_k is None
+            else _map_values(self.top_k, lambda x: ALL_TOKENS if x is None else min(int(x), ALL_TOKENS))
+        )
+        p = (
+            None
+            if self.top_p in (None, 1)
+            else _map_values(self.top_p, lambda x: ALL if x in (None, 1) else max(float(x), LEAST))
+        )
         return SamplingParameters(temperature, k, p, low, high)
 
 
-def _held(x: Any) -> Any:
+def _as_python(x: Any) -> Any:
     """Convert the value of an option: a number to a Python number, a list or 1-D array to a tuple of Python numbers."""
     if not isinstance(x, list | tuple) and getattr(x, "ndim", 0) == 1:
         x = x.tolist()
@@ -123,7 +131,7 @@ def _any(value: Any) -> bool:
     return any(value) if isinstance(value, tuple) else bool(value)
 
 
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+def _map_values(value: Any, function: Callable[[Any], Any]) -> Any:
     return list(map(function, value)) if isinstance(value, tuple) else function(value)
 
 

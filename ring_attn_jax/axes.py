@@ -71,7 +71,7 @@ def dtype_names(q: Any, k: Any, v: Any) -> tuple[str, str, str]:
     return str(q.dtype), str(k.dtype), str(v.dtype)
 
 
-def described(arrays: dict[str, Any]) -> tuple[OptionalArray, ...]:
+def describe_arrays(arrays: dict[str, Any]) -> tuple[OptionalArray, ...]:
     """Return name, shape and dtype of the optional arrays that were passed."""
     present = {name: x for name, x in arrays.items() if x is not None}
     for name, x in present.items():

@@ -20,7 +20,7 @@ from .attend.dropout import dropout_state
 from .attend.one_run import impossible, positions_of
 from .attend.state import State
 from .axes import dtype_names, on_auto_axes, sharded_like, vary_alike
-from .call.autograd import OpInputs, recorded, refuse_second_derivative, reverse_only, sharded_state
+from .call.autograd import OpInputs, decide_forward, refuse_second_derivative, reverse_only, sharded_state
 from .call.decide import Decision, compile_call
 from .call.prepare import Arrays, problem_of
 
@@ -133,7 +133,7 @@ def _attention(inputs: OpInputs, rows: jax.Array, decision: Decision) -> State:
 
 
 def _forward(inputs: OpInputs, rows: jax.Array, decision: Decision) -> tuple[State, tuple[OpInputs, jax.Array, State]]:
-    total = _attention(inputs, rows, recorded(decision))
+    total = _attention(inputs, rows, decide_forward(decision))
     return total, (inputs, rows, total)
 
 

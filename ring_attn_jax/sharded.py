@@ -26,10 +26,10 @@ from ring_attn_core.runs import Band
 from ring_attn_core.validation import in_words
 
 from .attend.dropout import dropout_state
-from .axes import check_axis_name, choice_of, concrete, described, dtype_names, mapped_over_mesh, on_mesh
+from .axes import check_axis_name, choice_of, concrete, describe_arrays, dtype_names, mapped_over_mesh, on_mesh
 from .call.autograd import attention
 from .call.prepare import Arrays
-from .call.traced import TracedLayout, traced
+from .call.traced import TracedLayout, trace_layout
 from .data.extents import on_host
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ def sharded_ring_attention(
     state = dropout_state(dropout_seed, dropout_offset) if options.dropout_rate and dropout_seed is not None else None
     arrays = Arrays(extents, key_mask, sinks, alibi_slopes, state, key_extents)
     if isinstance(layout, TracedLayout):
-        options, arrays = traced(options, layout, arrays, q.shape, None)
-    return sharded(q, k, v, arrays, options, where, return_lse)
+        options, arrays = trace_layout(options, layout, arrays, q.shape, None)
+    return run_sharded(q, k, v, arrays, options, where, return_lse)
 
 
 class ShardedAxes(NamedTuple):
@@ -177,13 +177,13 @@ class ShardedAxes(NamedTuple):
         }
 
 
-def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: ShardedAxes, return_lse: bool = False) -> Any:
+def run_sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: ShardedAxes, return_lse: bool = False) -> Any:
     """Compute ``sharded_ring_attention`` from arguments packed into records. ``v``: None if the values are columns of k."""
     values, options = k if v is None else v, options.in_ring(where.ranks)
     dtype_names(q, k, values)
     where = where.seen_in(q)
     check_shards(q, k, values, where)
-    for array in described(arrays._replace(dropout_seed=None, positions=None)._asdict()):
+    for array in describe_arrays(arrays._replace(dropout_seed=None, positions=None)._asdict()):
         check_array(array, q.shape, k.shape)
     if arrays.positions is None:
         _check_intervals(arrays, q.shape[1], k.shape[1], options, where)
@@ -208,11 +208,11 @@ def over_mesh(
     put = lambda name, x: x if name == "dropout_seed" else on_mesh(x, where.mesh, specs[name])
     placed = {name: put(name, x) for name, x in inputs.items() if x is not None}
     named = tuple((name, specs[name]) for name in placed)
-    return _compiled(attend, settings, where, named, return_lse, mapped_over_mesh())(placed)
+    return _compile(attend, settings, where, named, return_lse, mapped_over_mesh())(placed)
 
 
 @lru_cache(maxsize=1024)
-def _compiled(
+def _compile(
     attend: Any, settings: tuple[Any, ...], where: ShardedAxes, specs: tuple[tuple[str, Any], ...], return_lse: bool, mapped: bool
 ) -> Any:
     """Return the jitted function, cached, because each call outside jit would compile anew. Under a vmap with spmd_axis_name

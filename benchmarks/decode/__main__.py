@@ -102,7 +102,7 @@ def _tiles_of(config: TileConfig, residents: int) -> Any:
     from contextlib import ExitStack
 
     stack = ExitStack()
-    for cached in (inference._checked, inference._problem, runnable_decode, launches.decode, launches.merge_pairs):
+    for cached in (inference._check, inference._problem, runnable_decode, launches.decode, launches.merge_pairs):
         cached.cache_clear()
         stack.callback(cached.cache_clear)
     stack.enter_context(patch.object(of_core, "decode_tiles", lambda *_: config))

@@ -98,11 +98,11 @@ def test_other_token_arrays_of_the_same_sizes_do_not_go_on_from_a_state(token: i
 
 def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     corpus.write_texts(tmp_path)
-    checked = caching.unchanged
-    monkeypatch.setattr(caching, "unchanged", lambda file: (Path(file.path).write_text("other"), checked(file)))
+    checked = caching.is_unchanged
+    monkeypatch.setattr(caching, "is_unchanged", lambda file: (Path(file.path).write_text("other"), checked(file)))
     with pytest.raises(ValueError, match=r"0.txt changed while it was read: begin again when it is written"):
         corpus.batches(tmp_path)
-    monkeypatch.setattr(caching, "unchanged", lambda file: (Path(file.path).unlink(), checked(file)))
+    monkeypatch.setattr(caching, "is_unchanged", lambda file: (Path(file.path).unlink(), checked(file)))
     with pytest.raises(ValueError, match=r"0.txt has vanished"):
         corpus.batches(tmp_path)
     assert [path.name for path in (tmp_path / ".ring-attn").iterdir()] == [".lock"]

@@ -9,7 +9,7 @@ import pytest
 
 from ring_attn_core.kernels import compile, steps
 from ring_attn_core.kernels.bound_launch import layout, parameters
-from ring_attn_core.kernels.compile import compiled
+from ring_attn_core.kernels.compile import compile_launch
 from ring_attn_core.kernels.hopper import launches as hopper
 from ring_attn_core.kernels.portable import launches as portable
 
@@ -58,7 +58,7 @@ LAUNCHES = {
 
 @pytest.mark.parametrize("launch", first(LAUNCHES.values(), 4), ids=LAUNCHES)
 def test_a_launch_fits_its_compiled_kernel(launch):
-    kernel = compiled(launch, 90)
+    kernel = compile_launch(launch, 90)
     given = parameters(launch, kernel)
     packed, offsets = layout(kernel.asm["ptx"], [isinstance(value, bytes) for value in given.values])
     assert len(packed.pack(*given.values)) == packed.size

@@ -26,7 +26,7 @@ def nothing_remembered(monkeypatch):
     monkeypatch.setattr(compile, "_left", [])
     monkeypatch.setattr(compile, "_made", {})
     monkeypatch.setattr(backends, "start", lambda *_: None)  # a worker would not see what a test breaks here
-    cached = compile._find_cache, compile.broken_triton, compile.interpreted
+    cached = compile._find_cache, compile.broken_triton, compile.is_interpreted
     for each in cached:
         each.cache_clear()
     yield
@@ -57,7 +57,7 @@ def test_a_triton_that_does_not_start_is_an_objection(monkeypatch, error):
     def broken() -> bool:
         raise error
 
-    monkeypatch.setattr(compile, "interpreted", broken)
+    monkeypatch.setattr(compile, "is_interpreted", broken)
     problem = on_a_gpu("auto")
     with pytest.warns(UserWarning, match="^triton: the package triton does not start .*'blockwise' runs this instead"):
         assert runnable(problem) is None

@@ -169,7 +169,7 @@ def test_a_text_of_the_same_content_is_read_once_and_not_tokenised_again(tmp_pat
     before = corpus.batches(tmp_path / "a").state()
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     (tmp_path / "a" / "0" / "1.txt").chmod(0o600)
-    monkeypatch.setattr(caching, "_written", None)
+    monkeypatch.setattr(caching, "_write", None)
     read = []
     content = caching.content_of
     monkeypatch.setattr(caching, "content_of", lambda file: (read.append(file.name), content(file))[1])

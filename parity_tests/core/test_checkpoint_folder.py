@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from ring_attn_core.model import checkpoint_folder, folder_lock
-from ring_attn_core.model.checkpoint_folder import RUN, CheckpointFolder, check_files, digests, seen
+from ring_attn_core.model.checkpoint_folder import RUN, CheckpointFolder, check_files, digests, wait_for
 from ring_attn_core.model.config import TransformerConfig
-from ring_attn_core.model.progress import ITEMS, ResumePoint, described, progress_of
+from ring_attn_core.model.progress import ITEMS, ResumePoint, progress_of, write_run
 
 from ..support.flushed import Disk
 
@@ -141,8 +141,8 @@ def test_a_file_that_a_file_system_shows_late_is_waited_for(tmp_path: Path, monk
         return len(asked) > 3 and exists(self, **keywords)
 
     monkeypatch.setattr(Path, "exists", late)
-    assert seen(tmp_path)
-    assert not seen(tmp_path / "nowhere")
+    assert wait_for(tmp_path)
+    assert not wait_for(tmp_path / "nowhere")
 
 
 HOLDER = """
@@ -245,7 +245,7 @@ def test_what_is_not_of_its_type_in_run_json_is_named(name: str, value: Any, tmp
 
 def test_a_resumed_run_may_compute_in_another_dtype_but_has_the_same_sizes():
     config = TransformerConfig(vocab=31, dim=8, depth=1, heads=1)
-    written = described(ResumePoint(3, None, {}), config)
+    written = write_run(ResumePoint(3, None, {}), config)
     for changed in ({"compute_dtype": "bfloat16"}, {"dropout_rate": 0.5}):
         assert progress_of(Path("run.json"), written, replace(config, **changed)).step == 3
     with pytest.raises(ValueError, match=r"is of another model: dim is 8 there and 16 here"):
@@ -259,17 +259,17 @@ def test_what_is_nested_too_deep_for_json_is_refused_when_it_is_saved():
     for _ in range(100_000):
         more = {"x": more}
     with pytest.raises(ValueError, match="more must be a dict that JSON can hold"):
-        described((1, None, more), None)  # type: ignore[arg-type]
+        write_run((1, None, more), None)  # type: ignore[arg-type]
     while more:
         more = more.pop("x")
 
 
 def test_keys_that_are_numbers_come_back_as_numbers():
     more = {"milestones": {5: 1, 8: 2}, "nested": [{None: {"5": {0.5: True}}}], ITEMS: [1], "plain": {"5": 1}}
-    written = json.loads(json.dumps(described(ResumePoint(1, None, more), None)))
+    written = json.loads(json.dumps(write_run(ResumePoint(1, None, more), None)))
     assert progress_of(Path("run.json"), written, None).more == more
     with pytest.raises(ValueError, match=r"more must be a dict that JSON can hold.*is neither a text nor a number"):
-        described(ResumePoint(1, None, {"x": {(1, 2): 3}}), None)
+        write_run(ResumePoint(1, None, {"x": {(1, 2): 3}}), None)
     for damaged in ([1], [[[], 1]]):
         with pytest.raises(ValueError, match="the checkpoint is damaged"):
             progress_of(Path("run.json"), written | {"more": {"x": {ITEMS: damaged}}}, None)

@@ -105,20 +105,20 @@ def test_arguments_are_the_kernels_parameters_in_their_order(call):
 )
 def test_the_kernels_compile_and_fit_into_shared_memory(call, capability):
     pytest.importorskip("triton")
-    from ring_attn_core.kernels.compile import compiled
+    from ring_attn_core.kernels.compile import compile_launch
     from ring_attn_core.kernels.portable.launches import decode as launch
 
-    kernel = compiled(launch(replace(call, capability=capability)), capability)
+    kernel = compile_launch(launch(replace(call, capability=capability)), capability)
     assert kernel.metadata.shared <= shared_memory(capability)
     assert kernel.asm["ptx"].count("cp.async.cg") >= 8, "k and v are read ahead"
 
 
 def test_slots_are_no_part_of_a_compiled_kernel():
     pytest.importorskip("triton")
-    from ring_attn_core.kernels.compile import compiled
+    from ring_attn_core.kernels.compile import compile_launch
     from ring_attn_core.kernels.portable.launches import decode as launch
 
-    assert compiled(launch(PLAIN), 90) is compiled(launch(replace(PLAIN, slots=2**14, batch=16)), 90)
+    assert compile_launch(launch(PLAIN), 90) is compile_launch(launch(replace(PLAIN, slots=2**14, batch=16)), 90)
 
 
 def problem(slots: int = 6, **changed: Any) -> Decode:

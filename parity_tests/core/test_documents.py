@@ -81,7 +81,7 @@ def test_a_second_start_reads_no_text_and_equal_texts_are_one_file(tmp_path, mon
     first = corpus.batches(tmp_path)
     before = kept(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(caching, "_written", None)
+        patched.setattr(caching, "_write", None)
         assert corpus.batches(tmp_path).state() == first.state()
     path = next(tmp_path.glob("0/*.txt"))
     os.utime(path, ns=(1, 1))  # as if copied from elsewhere: another index of the same tokens, and the state still fits

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from ring_attn_cli.plan import terminal
-from ring_attn_cli.plan.terminal import Axis, check_picture, colour, computed, draw, holds, save, short, title
+from ring_attn_cli.plan.terminal import Axis, check_picture, colour, draw, find_computing, holds, save, short, title
 from ring_attn_core import Band, RingPlan, causal, full, sliding_window
 from ring_attn_core.layouts import LAYOUTS, padded_local
 
@@ -40,7 +40,7 @@ def test_a_cell_is_filled_where_and_only_where_its_rank_computes_a_pair(layout: 
     owner = {p: rank for rank in range(3) for p in plan.positions(rank)}
     cell = lambda c: range(c * axis.block, min((c + 1) * axis.block, plan.length))
     for shift in range(3):
-        for a, line in enumerate(computed(plan, axis, shift)):
+        for a, line in enumerate(find_computing(plan, axis, shift)):
             for b, rank in enumerate(line):
                 pairs = ((q, k) for q in cell(a) for k in cell(b) if mask.sees(q, k))
                 busy = {owner[q] for q, k in pairs if (owner[q] - owner[k]) % 3 == shift}

@@ -13,7 +13,7 @@ import pytest
 from ring_attn_core import kernels
 from ring_attn_core.kernels import steps
 from ring_attn_core.kernels.binary import stack_bytes
-from ring_attn_core.kernels.compile import compiled, triton_release
+from ring_attn_core.kernels.compile import compile_launch, triton_release
 from ring_attn_core.kernels.hopper import launches as hopper
 from ring_attn_core.kernels.hopper.supports import refusal
 from ring_attn_core.kernels.launch import Descriptor, Scalar
@@ -131,14 +131,14 @@ def test_no_launch_loses_more_registers_than_were_measured(name):
 @pytest.mark.parametrize("name", first(["forward 128, 1 runs", "backward 128, 1 runs", "forward 64, 1 runs"], 2, most=2))
 def test_warps_meet_as_often_with_every_triton(name):
     """In a step without a mask: 3.9 has all warps meet at every wait for a product, 3.7 at a wait for keys, if they are let."""
-    met = sum("BAR.SYNC" in x for x in step(compiled(launches()[name], 90)))
+    met = sum("BAR.SYNC" in x for x in step(compile_launch(launches()[name], 90)))
     assert met == (1 if name.startswith("forward") else 3)
 
 
 def test_what_newer_tritons_have_undone_is_undone_in_every_product():
     """By the descriptors of ptx.py: all of them sums of 64 bits, and no factor copied before its product."""
     for name in ("forward 128, 1 runs", "backward 128, 1 runs"):
-        ptx = compiled(launches()[name], 90).asm["ptx"]
+        ptx = compile_launch(launches()[name], 90).asm["ptx"]
         assert as_before(ptx) == ptx
 
 

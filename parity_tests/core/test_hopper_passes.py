@@ -11,7 +11,7 @@ from triton.compiler.errors import CompilationError
 
 from ring_attn_core.kernels import steps
 from ring_attn_core.kernels.binary import stack_bytes
-from ring_attn_core.kernels.compile import compiled
+from ring_attn_core.kernels.compile import compile_launch
 from ring_attn_core.kernels.hopper import launches as hopper
 from ring_attn_core.kernels.launch import Launch
 from ring_attn_core.kernels.obstacles import MOST_STACK
@@ -36,9 +36,9 @@ def test_a_backward_in_two_passes_compiles(widths):
     place = (False, False) if widths == (256, 256) else (True, True)
     for launch in (steps.dq(call, *place), steps.dkv(call, *place)):
         check_compiled(launch)
-        assert stack_bytes(compiled(launch, 90).asm["cubin"]) <= MOST_STACK[launch.kernel]
+        assert stack_bytes(compile_launch(launch, 90).asm["cubin"]) <= MOST_STACK[launch.kernel]
         for each in (*steps.lists(call, "dq"), *steps.lists(call, "dkv")):
-            compiled(each, 90)
+            compile_launch(each, 90)
 
 
 @pytest.mark.exhaustive
@@ -58,7 +58,7 @@ def test_with_key_extents_every_pass_compiles_within_the_stack_that_auto_takes(d
     )
     passes = [steps.dq, steps.dkv] if dim > 128 else [lambda call, *_: hopper.backward(call, True)]
     for launch in (one(call, True, True) for one in (steps.forward, *passes)):
-        assert stack_bytes(compiled(launch, 90).asm["cubin"]) <= MOST_STACK[launch.kernel]
+        assert stack_bytes(compile_launch(launch, 90).asm["cubin"]) <= MOST_STACK[launch.kernel]
 
 
 @pytest.mark.exhaustive
@@ -75,7 +75,7 @@ def test_the_hopper_backward_compiles_in_a_ring(packed):
         dtype="float16",
     )
     check_compiled(hopper.backward(call, False))
-    compiled(hopper.dq(call), 90)
+    compile_launch(hopper.dq(call), 90)
 
 
 def check_compiled(launch: Launch) -> None:
@@ -90,5 +90,5 @@ def check_compiled(launch: Launch) -> None:
 def test_gradients_of_16_bits_that_add_earlier_ones_do_not_compile():
     """No call makes such a launch: keys whose gradients are complete do not travel, and have one step."""
     with pytest.raises(CompilationError) as caught:
-        compiled(steps.dkv(replace(HOPPER, head_dim=256, v_dim=256), False, True), 90)
+        compile_launch(steps.dkv(replace(HOPPER, head_dim=256, v_dim=256), False, True), 90)
     assert "gradients of 16 bits are complete" in "".join(format_exception(caught.value))

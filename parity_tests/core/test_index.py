@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_attn_core import LAYOUTS
-from ring_attn_core.data.index import Index, PackedRows, batches_of, reads, shuffled, state_of
+from ring_attn_core.data.index import Index, PackedRows, batches_of, reads, shuffle, state_of
 
 from ..support import corpus
 from ..support.corpus import LENGTH, LENGTHS, RANKS
@@ -91,7 +91,7 @@ def test_another_seed_or_epoch_is_another_order():
 def test_contexts_are_shuffled_by_a_draw_of_their_own():
     """Each document fills one context, so both orders are of as many."""
     index = Index([LENGTH] * 9, corpus.settings(seed=3))
-    documents, contexts = (shuffled(9, what, 3, 0) for what in ("documents", "contexts"))
+    documents, contexts = (shuffle(9, what, 3, 0) for what in ("documents", "contexts"))
     assert documents != contexts
     assert [index.batch(i)[0][0].document for i in range(9)] == [documents[context] for context in contexts]
 

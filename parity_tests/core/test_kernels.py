@@ -10,10 +10,10 @@ import pytest
 
 from ring_attn_core.kernels import backends, steps
 from ring_attn_core.kernels.call import RingCall, call_of
-from ring_attn_core.kernels.compile import compiled, kernel_function
+from ring_attn_core.kernels.compile import compile_launch, kernel_function
 from ring_attn_core.kernels.launch import Array, Descriptor, Launch, Scalar
 from ring_attn_core.kernels.portable import launches as portable
-from ring_attn_core.kernels.tile_sizes import choose_tiles, padded, shared_memory
+from ring_attn_core.kernels.tile_sizes import choose_tiles, pad_width, shared_memory
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
 
@@ -90,9 +90,9 @@ def test_the_kernels_of_a_training_step_do_not_grow_with_lengths_batches_and_hea
 
 @pytest.mark.parametrize("width", [1, 16, 63, 64, 65, 96, 128, 192, 256])
 def test_a_tile_holds_a_head_in_a_power_of_two(width):
-    assert padded(width) >= width
-    assert padded(width).bit_count() == 1
-    assert padded(width) >= 64, "Triton 3.6 multiplies shorter rows wrongly on Hopper"
+    assert pad_width(width) >= width
+    assert pad_width(width).bit_count() == 1
+    assert pad_width(width) >= 64, "Triton 3.6 multiplies shorter rows wrongly on Hopper"
 
 
 OFTEN = [(80, 128), (100, 128), (90, 256), (89, 512)]
@@ -110,7 +110,7 @@ SIZED = [(80, PLAIN), *((gpu, replace(EVERY_FEATURE, head_dim=dim, v_dim=dim)) f
 def test_the_kernels_compile_and_fit_into_shared_memory(capability, call):
     call = replace(call, capability=capability)
     for launch in (steps.forward(call, True, True), portable.dq(call, True, True), portable.dkv(call, True, True)):
-        assert compiled(launch, capability).metadata.shared <= shared_memory(capability), launch.kernel
+        assert compile_launch(launch, capability).metadata.shared <= shared_memory(capability), launch.kernel
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_the_kernels_compile_and_fit_into_shared_memory(capability, call):
 )
 def test_old_assemblers_read_the_ptx(capability, version):
     """XLA's own, in a JAX program: of CUDA 12.8 or newer."""
-    kernel = compiled(portable.delta(replace(PLAIN, capability=capability), "bfloat16"), capability)
+    kernel = compile_launch(portable.delta(replace(PLAIN, capability=capability), "bfloat16"), capability)
     assert f".version {version}\n" in kernel.asm["ptx"]
 
 
@@ -135,7 +135,7 @@ def test_the_loops_of_the_benchmark_hardly_spill(kernel, dim, stack, reloads):
     """At most so many bytes of stack a thread on Hopper, and reloads in the loop without a mask, of some 500 instructions."""
     call = replace(PLAIN, head_dim=dim, v_dim=dim)
     used, reloaded, products = resources(
-        compiled(getattr(steps if kernel == "forward" else portable, kernel)(call, True, True), 90)
+        compile_launch(getattr(steps if kernel == "forward" else portable, kernel)(call, True, True), 90)
     )
     assert used <= stack
     assert reloaded <= reloads

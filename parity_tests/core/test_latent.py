@@ -13,7 +13,7 @@ from ring_attn_core.kernels import backends, steps
 from ring_attn_core.kernels.backends import runnable, select
 from ring_attn_core.kernels.binary import stack_bytes
 from ring_attn_core.kernels.call import call_of
-from ring_attn_core.kernels.compile import compiled, kernel_function
+from ring_attn_core.kernels.compile import compile_launch, kernel_function
 from ring_attn_core.kernels.launch import Array, Descriptor, Scalar
 from ring_attn_core.kernels.portable import launches as portable
 from ring_attn_core.kernels.tile_sizes import WIDEST, WIDEST_TAIL, shared_memory
@@ -125,7 +125,7 @@ SIZES = [(90, 576, 512, 112), (80, 576, 512, 0), (100, 576, 512, 0), (90, 512, 5
 @pytest.mark.parametrize(("capability", "head_dim", "v_dim", "stack"), first(SIZES, 1))
 def test_the_forward_hardly_spills(capability, head_dim, v_dim, stack):
     call = replace(LATENT, capability=capability, head_dim=head_dim, v_dim=v_dim)
-    kernel = compiled(portable.forward(call, True, True), capability)
+    kernel = compile_launch(portable.forward(call, True, True), capability)
     assert kernel.metadata.shared <= shared_memory(capability)
     assert stack_bytes(kernel.asm["cubin"]) <= stack
 
@@ -134,7 +134,7 @@ def test_the_forward_hardly_spills(capability, head_dim, v_dim, stack):
 def test_with_every_feature_the_forward_fits_into_shared_memory(capability, width):
     call = replace(LATENT, capability=capability, head_dim=width, **EVERY_FEATURE)
     for of in (call, replace(call, head_dim=width - 256, v_dim=256)):
-        assert compiled(portable.forward(of, True, True), capability).metadata.shared <= shared_memory(capability)
+        assert compile_launch(portable.forward(of, True, True), capability).metadata.shared <= shared_memory(capability)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "direct", "two_way", "gather", "ulysses"])

@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 
 from ring_attn_core import layouts
-from ring_attn_core.layouts import LAYOUTS, check_rank, named, padded_local, slots
+from ring_attn_core.layouts import LAYOUTS, check_rank, find_layout, padded_local, slots
 
 RANKS = [1, 2, 3, 4, 8]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -69,7 +69,7 @@ def test_contiguous_keeps_neighbours_together():
 @pytest.mark.parametrize("name", ["zig", "Zigzag", "", None, 3])
 def test_an_unknown_layout_is_refused_with_the_names_there_are(name):
     with pytest.raises(ValueError, match=re.escape(f"unknown layout {name!r}: choose one of {', '.join(LAYOUTS)}")):
-        named(name)
+        find_layout(name)
 
 
 @pytest.mark.parametrize("rank", [-1, 4])

@@ -11,7 +11,7 @@ import pytest
 from parity_tests.outside import __main__ as runner
 from parity_tests.outside import one, suites
 from parity_tests.outside.__main__ import MARK, describe, earlier, table
-from ring_attn_core.layouts import named
+from ring_attn_core.layouts import find_layout
 
 TESTS = """
 from parity_tests.outside.one import in_place
@@ -58,7 +58,7 @@ def test_every_case_is_judged_by_who_raised_and_a_run_that_ended_goes_on(suite: 
     cases = [tuple(each) for each in json.loads(report.read_text())]
     assert {case: outcome for case, outcome, _ in cases} == FOUND and len(cases) == len(FOUND)
     with pytest.raises(ValueError, match="unknown layout") as refusal:
-        named("spiral")
+        find_layout("spiral")
     reasons = {case: reason for case, _, reason in cases}
     assert reasons["Cases::test_refused"] and str(refusal.value).startswith(reasons["Cases::test_refused"])
     row, *lines = describe("own", cases, 1)

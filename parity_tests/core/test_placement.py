@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ring_attn_core.cache import checks
 from ring_attn_core.cache.host_state import HostState
-from ring_attn_core.cache.placement import append_indices, earlier, held, owners, place, positions
+from ring_attn_core.cache.placement import append_indices, count_held, earlier, owners, place, positions
 from ring_attn_core.cache.spec import CacheSizes, CacheSpec
 from ring_attn_core.layouts import LAYOUTS, padded_local
 from ring_attn_core.model.config import TransformerConfig
@@ -54,7 +54,7 @@ def test_a_chunk_stays_where_the_layout_has_it(layout, ranks):
         assert [rank for p in range(ranks * local) for rank in range(ranks) if p in shards[rank]] == owners(layout, ranks, local)
         for real in range(length + 1):
             assert [[p for p in shard if p < real] for shard in shards] == [
-                shard[:n] for shard, n in zip(shards, held(layout, ranks, local, real), strict=True)
+                shard[:n] for shard, n in zip(shards, count_held(layout, ranks, local, real), strict=True)
             ]
 
 
@@ -133,7 +133,7 @@ def test_a_prompt_of_the_capacity_fits_in_every_layout(layout: str, ranks: int):
         slots = CacheSpec.of(SIZES, 1, capacity, ranks, dtype="float32").slots
         assert slots <= -(-capacity // ranks) + 1
         local = padded_local(layout, ranks, capacity)
-        assert all(max(held(layout, ranks, local, length)) <= slots for length in range(capacity + 1))
+        assert all(max(count_held(layout, ranks, local, length)) <= slots for length in range(capacity + 1))
 
 
 def test_a_full_cache_says_what_to_do():

@@ -18,10 +18,10 @@ def test_tried_releases_are_silent_and_others_are_named(package: str):
     tried = releases.TRIED[package]
     assert list(tried) == sorted(tried)
     for major, minor in tried:
-        assert releases.untried(package, f"{major}.{minor}.0+cpu") is None
+        assert releases.describe_untried(package, f"{major}.{minor}.0+cpu") is None
     newest = ".".join(map(str, tried[-1]))
     for other in ("99.0.1", "0.0.1", "main"):
-        said = releases.untried(package, other)
+        said = releases.describe_untried(package, other)
         assert said is not None and said.startswith(f"{package} {other} was not tried with ring-attn, whose tests ran with ")
         assert newest in said
 
@@ -29,7 +29,7 @@ def test_tried_releases_are_silent_and_others_are_named(package: str):
 @pytest.mark.parametrize("name", ["newest-py313.txt", "oldest-py311.txt", "cpu-py311.txt"])
 def test_the_releases_that_ci_pins_are_tried(name: str):
     pins = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "requirements" / name).read_text(), re.M))
-    assert {package: said for package in releases.TRIED if (said := releases.untried(package, pins[package]))} == {}
+    assert {package: said for package in releases.TRIED if (said := releases.describe_untried(package, pins[package]))} == {}
 
 
 def test_a_process_warns_once_and_its_first_rank_alone(monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,7 @@ import pytest
 from ring_attn_core.model import weight_saving
 from ring_attn_core.model.llama import config_of, their_config
 from ring_attn_core.model.rotary import NTK, Linear, Llama3, Rotary, YaRN
-from ring_attn_core.model.weight_files import CONFIG, INDEX, WEIGHTS, current, opened_folder, own_config, sources
+from ring_attn_core.model.weight_files import CONFIG, INDEX, WEIGHTS, current, open_folder, own_config, sources
 from ring_attn_core.model.weight_saving import replacing, write
 
 from ..support.flushed import unflushed
@@ -39,7 +39,7 @@ def save(folder: Path, value: float = 0.0, **shapes: tuple[int, ...]) -> None:
 def values(folder: Path) -> set[float]:
     """The values of all weights that ``SHAPES`` promises."""
     found = set()
-    with opened_folder(folder) as held:
+    with open_folder(folder) as held:
         for file, names in sources(held, SHAPES, str).items():
             found |= {float(x) for name in names.values() for x in held.files[file].weights.get_tensor(name).flat}
     return found
@@ -168,7 +168,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"w holds does not fit this module: c is unexpected; d is unexpected; b is \[7\] and"):
         values(tmp_path / "w")
     more = pytest.raises(ValueError, match=r"other\.0 is missing; .*; and 96 more\. Are config\.json and the weights")
-    with more, opened_folder(tmp_path / "w") as held:
+    with more, open_folder(tmp_path / "w") as held:
         sources(held, {f"other.{i}": (1,) for i in range(100)}, str)
 
 
@@ -213,7 +213,7 @@ def test_a_folder_that_lacks_something_says_what(tmp_path, monkeypatch):
 def test_a_config_that_cannot_be_read_says_why(tmp_path, text, message):
     save(tmp_path / "w")
     (tmp_path / "w" / CONFIG).write_text(text)
-    with pytest.raises(ValueError, match=message), opened_folder(tmp_path / "w") as held:
+    with pytest.raises(ValueError, match=message), open_folder(tmp_path / "w") as held:
         own_config(held)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from ring_attn_core.model import weight_files, weight_saving
-from ring_attn_core.model.weight_files import CONFIG, INDEX, WEIGHTS, opened_folder
+from ring_attn_core.model.weight_files import CONFIG, INDEX, WEIGHTS, open_folder
 from ring_attn_core.model.weight_saving import replacing, write
 
 from ..support.flushed import Disk
@@ -38,7 +38,7 @@ def save(folder: Path, value: float) -> None:
 
 
 def value(folder: Path) -> float:
-    with opened_folder(folder) as held:
+    with open_folder(folder) as held:
         return float(held.files[held.folder / WEIGHTS].weights.get_tensor("a")[0])
 
 
@@ -159,7 +159,7 @@ def test_two_processes_that_save_at_once_and_one_that_loads_see_whole_saves(tmp_
         writers = [stack.enter_context(subprocess.Popen([*command, mine], **pipes)) for mine in ("2.0", "3.0")]
         while any(writer.poll() is None for writer in writers):
             try:
-                with opened_folder(tmp_path / "w") as held:
+                with open_folder(tmp_path / "w") as held:
                     time.sleep(0.001)
                     x = held.files[held.folder / WEIGHTS].weights.get_tensor("a")
                     held.check_unwritten()
@@ -216,7 +216,7 @@ def test_a_lock_that_a_kill_left_behind_holds_nobody_up(tmp_path):
 
 def test_a_file_that_is_written_to_in_place_while_it_is_read_is_named(tmp_path):
     save(tmp_path / "w", 1.0)
-    with opened_folder(tmp_path / "w") as held:
+    with open_folder(tmp_path / "w") as held:
         held.check_unwritten()
         with open(tmp_path / "w" / WEIGHTS, "r+b") as file:
             file.seek(-1, os.SEEK_END)
@@ -227,13 +227,13 @@ def test_a_file_that_is_written_to_in_place_while_it_is_read_is_named(tmp_path):
 
 def test_a_folder_that_is_replaced_again_and_again_is_given_up(tmp_path, monkeypatch):
     save(tmp_path / "w", 1.0)
-    opened, values = weight_files._opened, iter(range(2, 99))
+    opened, values = weight_files._open_files, iter(range(2, 99))
 
     def replaced(*given: Any) -> Any:
         found = opened(*given)
         save(tmp_path / "w", next(values))
         return found
 
-    monkeypatch.setattr(weight_files, "_opened", replaced)
+    monkeypatch.setattr(weight_files, "_open_files", replaced)
     with pytest.raises(ValueError, match="was replaced 5 times while it was read: load it when no process writes there"):
         value(tmp_path / "w")

@@ -41,7 +41,7 @@ def compilations(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_workers_compile_what_the_cache_lacks_and_this_process_reads_it(compilations):
     assert compile.start(LAUNCHES, 90)
-    assert [compile.compiled(launch, 90).metadata.name for launch in LAUNCHES] == ["delta"] * 3
+    assert [compile.compile_launch(launch, 90).metadata.name for launch in LAUNCHES] == ["delta"] * 3
     assert compilations == [], "no kernel is compiled here"
     assert all(compile.is_cached(launch, 90) for launch in LAUNCHES)
     compile._made.clear()
@@ -59,7 +59,7 @@ def test_the_kernels_of_a_killed_worker_are_compiled_by_who_needs_them(compilati
     for worker in compile.start(LAUNCHES, 90):
         worker.kill()
         worker.wait()
-    assert all(compile.compiled(launch, 90) is not None for launch in LAUNCHES)
+    assert all(compile.compile_launch(launch, 90) is not None for launch in LAUNCHES)
     assert compilations == ["delta"] * 3
 
 
@@ -70,7 +70,7 @@ def test_a_kernel_that_another_process_holds_for_ever_is_compiled_after_the_limi
         began = time.monotonic()
         with workers.alone(*held):
             waited = time.monotonic() - began  # without the seconds of a compilation, which hide a missing wait
-        assert compile.compiled(LAUNCHES[0], 90) is not None
+        assert compile.compile_launch(LAUNCHES[0], 90) is not None
     assert waited >= 0.2
     assert compilations == ["delta"]
 
@@ -85,7 +85,7 @@ def test_without_processes_or_locks_this_process_compiles(compilations, monkeypa
     else:
         monkeypatch.setattr("fcntl.flock", refused)
     compile.start(LAUNCHES, 90)
-    assert all(compile.compiled(launch, 90) is not None for launch in LAUNCHES)
+    assert all(compile.compile_launch(launch, 90) is not None for launch in LAUNCHES)
     assert compilations == ["delta"] * 3
 
 
@@ -124,7 +124,7 @@ def test_a_kernels_key_depends_on_its_sources_alone(compilations):
 
 def test_a_shipped_kernel_is_used_without_triton_and_one_of_other_sources_or_damaged_is_not(compilations, monkeypatch, tmp_path):
     monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
-    of, made = LAUNCHES[0].specialization(90), compile.compiled(LAUNCHES[0], 90)
+    of, made = LAUNCHES[0].specialization(90), compile.compile_launch(LAUNCHES[0], 90)
     shipped.save(of, compile.sources(), made)
     shipped.save(LAUNCHES[1].specialization(90), "other sources", made)
     compile._made.clear()
@@ -132,21 +132,21 @@ def test_a_shipped_kernel_is_used_without_triton_and_one_of_other_sources_or_dam
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "empty"))  # type: ignore
     assert compile.is_cached(LAUNCHES[0], 90)
     assert not compile.is_cached(LAUNCHES[1], 90)
-    found = compile.compiled(LAUNCHES[0], 90)
+    found = compile.compile_launch(LAUNCHES[0], 90)
     assert compilations == []
     assert (found.asm["cubin"], found.asm["ptx"]) == (made.asm["cubin"], made.asm["ptx"])
     assert all(getattr(found.metadata, name) == getattr(made.metadata, name) for name in shipped.METADATA[:4])
     file = shipped._file(of, compile.sources())
     file.write_bytes(file.read_bytes()[:1000])
     compile._made.clear()
-    assert compile.compiled(LAUNCHES[0], 90) is not None
+    assert compile.compile_launch(LAUNCHES[0], 90) is not None
     assert compilations == ["delta"], "a damaged file is compiled anew"
 
 
 def test_a_shipped_kernel_of_hopper_has_the_parameters_of_the_compiled_one(monkeypatch, tmp_path):
     monkeypatch.setattr(shipped, "FOLDER", tmp_path)
     (launch,) = (x for x in kernels_of(problems(ModelAttention(), "sm_90", 1, "contiguous", "auto")) if x.kernel == "hopper_dq")
-    made = compile.compiled(launch, 90)
+    made = compile.compile_launch(launch, 90)
     shipped.save(launch.specialization(90), "", made)
     found = shipped.load(launch.specialization(90), "")
     assert encodings(found) == encodings(made)

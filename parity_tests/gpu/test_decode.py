@@ -70,9 +70,9 @@ def test_the_pairs_of_several_ranks_are_merged_into_the_whole(shape, ranks):
         given = tensors(problem, rank, "cuda")
         arrays = attend.DecodeArrays(**{name: x for name, x in given.items() if name in attend.DecodeArrays._fields})
         options = (given.get(name) for name in ("window", "scale", "softcap"))
-        call = inference._checked(inference._problem(inference._kinds(arrays), arrays.q.device, *options, "triton"))
-        pairs.append(attend.merged_by_kernel(attend.by_kernels(arrays, call), call, None))
-    problem.check(*as_numpy(attend.ended_by_kernel(torch.stack(pairs), arrays.sinks, call, ranks)))
+        call = inference._check(inference._problem(inference._kinds(arrays), arrays.q.device, *options, "triton"))
+        pairs.append(attend.merge_by_kernel(attend.by_kernels(arrays, call), call, None))
+    problem.check(*as_numpy(attend.end_by_kernel(torch.stack(pairs), arrays.sinks, call, ranks)))
 
 
 @pytest.mark.parametrize("shape", SHAPES[:4], ids=str)

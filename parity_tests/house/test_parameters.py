@@ -70,7 +70,7 @@ FORWARDED = {
     "save_model": "the same",
     "ring_attention_forward": "what a layer of transformers hands to its attention; unknown names are refused",
     "ring_mask": "what transformers hands to whoever makes a mask",
-    "_structured": "what a mixer of transformers hands to its scan",
+    "_run_structured": "what a mixer of transformers hands to its scan",
     "_selective": "the same",
     "RingCache.update": "what transformers hands to a cache",
     "RingTraining.__init__": "the Trainer's that comes after it",

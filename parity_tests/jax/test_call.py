@@ -11,7 +11,7 @@ from ring_attn_core import full
 from ring_attn_core.problem.options import Options
 from ring_attn_jax import attend_block
 from ring_attn_jax.call import decide
-from ring_attn_jax.call.autograd import recorded
+from ring_attn_jax.call.autograd import decide_forward
 from ring_attn_jax.call.prepare import Arrays, problem_of
 
 
@@ -30,7 +30,7 @@ def test_a_backend_by_name_reads_values_as_an_array_where_a_gradient_is_wanted(b
     problem = problem_of(q, k, k[..., :4], Arrays(), 1, Options(layout="contiguous", backend=backend, v_dim=4))
     decision = decide.decide(problem)
     assert decision.problem.options.values_in_keys
-    assert recorded(decision).problem.options.values_in_keys == (backend == "auto")
+    assert decide_forward(decision).problem.options.values_in_keys == (backend == "auto")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from ring_attn_core.cache.spec import CacheSpec
 from ring_attn_jax import CacheSizes, KVCache
-from ring_attn_jax.inference.step import CachedRequests, prefilled
+from ring_attn_jax.inference.step import CachedRequests, append_chunk
 
 from .ring import mesh_of
 
@@ -31,7 +31,7 @@ def test_of_a_chunk_longer_than_the_slots_the_last_tokens_stay_one_in_each_slot(
     spec = CacheSpec.of(SIZES, 1, None, 1, dtype="float32", window=3, room=3)
     nothing = jnp.zeros((1, 1), jnp.int32)
     held = CachedRequests(jnp.full((1, spec.slots), -1, jnp.int32), nothing, nothing[0], spec, jnp.int32(0))
-    step = jax.jit(lambda new: prefilled(held, new, "contiguous", 10))(jnp.asarray([10], jnp.int32))
+    step = jax.jit(lambda new: append_chunk(held, new, "contiguous", 10))(jnp.asarray([10], jnp.int32))
     assert sorted(step["slots"][0].tolist()) == list(range(6))
     assert sorted(step["k_positions"][0].tolist()) == list(range(4, 10))
 
@@ -63,6 +63,6 @@ def test_a_chunk_on_a_full_rank_is_lost_there_and_overwrites_none():
     spec = CacheSpec.of(SIZES, 1, 8, 2, dtype="float32")
     counts, positions = jnp.asarray([[3, 1]], jnp.int32), jnp.asarray([[0, 1, 2, -1]], jnp.int32)
     held = CachedRequests(positions, counts, jnp.asarray([4], jnp.int32), spec, jnp.int32(0))
-    step = jax.jit(lambda new: prefilled(held, new, "contiguous", 2))(jnp.asarray([3], jnp.int32))
+    step = jax.jit(lambda new: append_chunk(held, new, "contiguous", 2))(jnp.asarray([3], jnp.int32))
     assert step["k_positions"].tolist() == [[0, 1, 2, 4]]
     assert (step["counts"].tolist(), step["lengths"].tolist()) == ([[5, 2]], [7])

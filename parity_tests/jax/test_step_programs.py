@@ -36,7 +36,7 @@ def test_outside_jit_a_step_and_a_chunk_compile_once():
     def counted(function: Any) -> Any:
         return lambda *arguments: (traced.append(function.__name__), function(*arguments))[1]
 
-    with patch.multiple(forward, decoded=counted(forward.decoded), last_hidden=counted(forward.last_hidden)):
+    with patch.multiple(forward, decoded=counted(forward.decode_tokens), last_hidden=counted(forward.last_hidden)):
         for lengths in ([4, 3], [2, 4]):
             _, kept = prefill_prompts(model, IDS, kept, lengths)
         _, after = decode_step(model, IDS[:, :1], kept)

@@ -15,7 +15,7 @@ from typing import Any
 import triton
 
 from ring_attn_core.kernels.call import RingCall
-from ring_attn_core.kernels.compile import compiled
+from ring_attn_core.kernels.compile import compile_launch
 from ring_attn_core.kernels.launch import Launch
 
 PLAIN = RingCall(
@@ -71,7 +71,7 @@ def compiled_with_advice(launch: Launch) -> Any:
     said = io.StringIO()
     with triton.knobs.nvidia.scope(), redirect_stdout(said):  # type: ignore
         triton.knobs.nvidia.dump_ptxas_log = True  # type: ignore
-        kernel = compiled(launch, 90)
+        kernel = compile_launch(launch, 90)
     if "registers" in said.getvalue():
         _advice[kernel.asm["cubin"]] = said.getvalue()
     return kernel

@@ -11,7 +11,7 @@ import numpy as np
 
 from ring_attn_core.data.batches import BatchArrays, Batches
 from ring_attn_core.data.dataset import FolderDataset
-from ring_attn_core.data.index import shuffled
+from ring_attn_core.data.index import shuffle
 from ring_attn_core.data.settings import DatasetSettings
 
 LENGTHS = (7, 61, 1, 24, 100, 3, 3, 49)
@@ -58,11 +58,11 @@ def write_arrays(folder: Path, lengths: Sequence[int] = LENGTHS, dtype: str = "<
 def whole_batches(documents: list[list[int]], epoch: int = 0, **changed: Any) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return ids and documents [batch, length] of every batch of an epoch, all replicas together; -1 is padding."""
     of = settings(**changed)
-    numbers = shuffled(len(documents), "documents", of.seed, epoch) if of.shuffle else range(len(documents))
+    numbers = shuffle(len(documents), "documents", of.seed, epoch) if of.shuffle else range(len(documents))
     stream = [(token, rank) for rank, number in enumerate(numbers) for token in documents[number]]
     contexts = [stream[start : start + of.length] for start in range(0, len(stream), of.length)]
     whole = len(stream) // of.length
-    order = shuffled(whole, "contexts", of.seed, epoch) if of.shuffle else list(range(whole))
+    order = shuffle(whole, "contexts", of.seed, epoch) if of.shuffle else list(range(whole))
     contexts = [contexts[number] for number in [*order, *range(whole, len(contexts))]]
     while of.last == "pad" and len(contexts) % of.rows:
         contexts.append([])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ring_attn_core import causal, full, sliding_window
-from ring_attn_core.layouts import named
+from ring_attn_core.layouts import find_layout
 from ring_attn_core.reference.oracle import Attention
 
 from .balanced import DOCUMENTS, case_of
@@ -74,7 +74,7 @@ def loss_data(ranks: int, layout: str) -> tuple[list[np.ndarray], np.ndarray]:
     logits = (3 * rng.standard_normal((2, 64, 1003))).astype(np.float32)
     labels = np.where(rng.random((2, 64)) < 0.3, -100, rng.integers(0, 1003, (2, 64))).astype(np.int32)
     weights = (1e-3 * rng.random((2, 64))).astype(np.float32)
-    order = np.concatenate([[*run.positions()] for rank in range(ranks) for run in named(layout)(rank, ranks, 64 // ranks)])
+    order = np.concatenate([[*run.positions()] for rank in range(ranks) for run in find_layout(layout)(rank, ranks, 64 // ranks)])
     order = np.arange(64).reshape(8, 8).T.reshape(-1) if (ranks, layout) == (1, "striped") else order
     return [x[:, order] for x in (logits, labels, weights)], order
 

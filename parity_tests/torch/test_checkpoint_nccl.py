@@ -51,9 +51,9 @@ def test_a_default_group_without_a_cpu_backend_saves_as_nccl_alone_does(ranks: i
 def test_copies_are_in_host_memory_whatever_the_default_device_is():
     import torch
 
-    from ring_attn_torch.training.checkpoint_files import copied
+    from ring_attn_torch.training.checkpoint_files import copy_to_host
 
     with torch.device("meta"):
-        copies = copied({"weight": torch.ones(3, device="cpu"), "rng": torch.get_rng_state()})
+        copies = copy_to_host({"weight": torch.ones(3, device="cpu"), "rng": torch.get_rng_state()})
     assert {x.device.type for x in copies.values()} == {"cpu"}
     assert copies["weight"].tolist() == [1, 1, 1]

@@ -13,7 +13,7 @@ import torch
 
 from ring_attn_core.model import checkpoint_folder
 from ring_attn_torch import Checkpoints
-from ring_attn_torch.training.checkpoint_files import failed
+from ring_attn_torch.training.checkpoint_files import save_error
 
 from ..support.spawn import PerRank
 
@@ -140,7 +140,7 @@ def test_a_checkpoint_of_an_earlier_version_without_digests_is_resumed(tmp_path)
 def test_the_error_of_the_lowest_failed_rank_is_quoted():
     error: Any = RuntimeError()
     error.failures = {3: (OSError("third"), None), 1: (OSError("first"), None)}
-    assert str(failed(7, error)).endswith("first (rank 1)")
+    assert str(save_error(7, error)).endswith("first (rank 1)")
 
 
 def unshared_on_rank(group: Any, folder: Path) -> None:

@@ -241,7 +241,7 @@ def test_the_error_of_a_lost_rank_says_where_the_pass_was(number, waits):
     plan = RingPlan("contiguous", full(), 2, 4)
 
     def lose() -> None:
-        raise transfer.lost(RuntimeError("closed"), "rank 1", None)
+        raise transfer.lost_error(RuntimeError("closed"), "rank 1", None)
 
     def circulate() -> Iterator[Any]:
         for step in (1, 2):

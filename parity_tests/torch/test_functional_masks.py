@@ -26,10 +26,10 @@ def test_a_mask_mod_is_evaluated_once_until_something_that_it_reads_changes():
         return documents[q_idx] == documents[kv_idx]
 
     counted = lambda *arguments: calls.append(1) or evaluated(*arguments)
-    evaluated = block_masks._evaluated
+    evaluated = block_masks._evaluate
     qkv = drawn(2, 2, 6, 4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_masks, "_evaluated", counted)
+        patch.setattr(block_masks, "_evaluate", counted)
         block_mask = flex.create_block_mask(mask_mod, None, None, 6, 6, "cpu")
         first = [functional.flex_attention(*qkv, block_mask=block_mask) for _ in range(3)]
         assert len(calls) == 1

@@ -255,7 +255,7 @@ def test_kernels_are_given_extents_of_any_integers_within_int32(dtype):
     """And not beyond 2**30, so that a stride added to an end in the kernels does not wrap."""
     high = min(np.iinfo(dtype).max, 2**40)
     extents = torch.tensor([[[3, high]]], dtype=getattr(torch, dtype))
-    given = fused._clipped(extents)
-    assert given is fused._clipped(extents), "all layers share one copy"
+    given = fused._clip(extents)
+    assert given is fused._clip(extents), "all layers share one copy"
     assert given.dtype == torch.int32
     assert given.tolist() == [[[3, min(high, 2**30)]]]

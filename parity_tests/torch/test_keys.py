@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ring_attn_torch.attend.keys import zeroed
+from ring_attn_torch.attend.keys import zero_where
 
 MADE = {
     "whole": lambda dtype: torch.randn(2, 5, 3, 8).to(dtype),
@@ -26,7 +26,7 @@ def test_nan_where_nobody_looks_becomes_zero_and_the_rest_stays(name, dtype):
     where = torch.rand(*x.shape[:2], 1, 1) < 0.5
     x[where.expand_as(x)] = torch.nan
     given = x.clone()
-    made = zeroed(x, where)
+    made = zero_where(x, where)
     assert torch.equal(made, torch.where(where, torch.zeros((), dtype=dtype), x))
     assert torch.equal(x.isnan(), given.isnan())
     assert made.dtype == dtype and (not made.numel() or made.data_ptr() != x.data_ptr())

@@ -10,7 +10,7 @@ import torch
 from ring_attn_core import full
 from ring_attn_torch import ring_attention
 from ring_attn_torch.call import autograd
-from ring_attn_torch.layers.recompute import recomputed
+from ring_attn_torch.layers.recompute import recompute
 
 from ..support.large_scores import large
 
@@ -31,7 +31,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "call",
-    [torch.compile(attend, fullgraph=True, backend="aot_eager"), lambda *qkv: recomputed(attend, *qkv)],
+    [torch.compile(attend, fullgraph=True, backend="aot_eager"), lambda *qkv: recompute(attend, *qkv)],
     ids=["torch.compile", "recomputed"],
 )
 def test_an_op_and_a_recomputation_keep_the_bits_of_an_eager_call(call, dtype):

@@ -9,7 +9,7 @@ import torch
 
 from ring_attn_core.cache.spec import CacheSpec
 from ring_attn_torch import CacheSizes, KVCache
-from ring_attn_torch.inference.step import CachedRequests, appended, prefilled
+from ring_attn_torch.inference.step import CachedRequests, append_chunk, append_tokens
 
 from .models import Group
 
@@ -65,12 +65,12 @@ def held(rank: int, counts: list[int], positions: list[int]) -> CachedRequests:
 
 @pytest.mark.parametrize(("rank", "slots"), [(0, [0, 2, 4, 6]), (1, [1, 3, 5, 7])])
 def test_each_rank_loses_the_tokens_beyond_its_slots(rank, slots):
-    step: Any = appended(held(rank, [3, 3], [*slots[:3], -1, -1]), 4, None)
+    step: Any = append_tokens(held(rank, [3, 3], [*slots[:3], -1, -1]), 4, None)
     assert step["k_positions"][0, :-1].tolist() == slots
     assert (step["counts"].tolist(), step["lengths"].tolist()) == ([[4, 4]], [8])
 
 
 def test_a_chunk_on_a_full_rank_is_lost_there_and_overwrites_none():
-    step: Any = prefilled(held(0, [3, 1], [0, 1, 2, -1, -1]), torch.tensor([3], dtype=torch.int32), "contiguous", 2)
+    step: Any = append_chunk(held(0, [3, 1], [0, 1, 2, -1, -1]), torch.tensor([3], dtype=torch.int32), "contiguous", 2)
     assert step["k_positions"][0, :-1].tolist() == [0, 1, 2, 4]
     assert (step["counts"].tolist(), step["lengths"].tolist()) == ([[5, 2]], [7])

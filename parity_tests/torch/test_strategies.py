@@ -115,7 +115,7 @@ def under_compile(group: Any, case: Case, *shards: Any) -> Any:
 
 
 def test_a_lost_rank_is_named_with_the_others_of_its_group():
-    error = transfer.lost(RuntimeError("closed"), transfer._others([0, 1, 2], None), None)
+    error = transfer.lost_error(RuntimeError("closed"), transfer._others([0, 1, 2], None), None)
     assert "rank 0 lost the ring while it waited for rank 1, rank 2, with which it exchanges arrays" in str(error)
 
 

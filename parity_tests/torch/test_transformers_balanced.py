@@ -14,7 +14,7 @@ from ring_attn_core.masks import causal, sliding_window
 from ring_attn_core.plan.balanced import balanced_layout
 from ring_attn_torch import document_extents, shard_batch
 from ring_attn_torch.transformers.attention import ring_attention
-from ring_attn_torch.transformers.documents import dealt, layer_masks
+from ring_attn_torch.transformers.documents import deal_batch, layer_masks
 from ring_attn_torch.transformers.masks import CallRing
 
 from .hugging_face import CLASSES, DOCUMENTS, LENGTH, SMALL, Case, batch, make
@@ -40,14 +40,14 @@ class FourRanks(CallRing):
 def test_a_batch_is_dealt_as_shard_batch_deals_it():
     documents = torch.tensor([[0] * 9 + [1] * 3 + [2] * 12 + [-1] * 2, [0] * 4 + [-1] * 2 + [1] * 20])
     model: Any = make("llama", "float32")
-    ring = dealt(FourRanks(layout="balanced"), model, document_extents(documents), LENGTH)
+    ring = deal_batch(FourRanks(layout="balanced"), model, document_extents(documents), LENGTH)
     assert ring.layout == shard_batch(documents.clamp(min=0), "balanced", 4, documents=documents).layout
-    whole = dealt(FourRanks(layout="balanced"), model, None, LENGTH)
+    whole = deal_batch(FourRanks(layout="balanced"), model, None, LENGTH)
     assert whole.layout.runs == balanced_layout((LENGTH,), 4).runs
-    assert dealt(FourRanks(layout="striped"), model, None, LENGTH).layout == "striped"
+    assert deal_batch(FourRanks(layout="striped"), model, None, LENGTH).layout == "striped"
     tree = [[-1, 0, 0]] * 2, [[14, 9, 3]] * 2
     assert (
-        dealt(FourRanks(layout="balanced"), model, None, LENGTH, tree).layout
+        deal_batch(FourRanks(layout="balanced"), model, None, LENGTH, tree).layout
         == shard_batch(documents.clamp(min=0), "balanced", 4, tree=tree).layout
     )
 

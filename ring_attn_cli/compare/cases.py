@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ring_attn_core.layouts import LAYOUTS, named, padded_local
+from ring_attn_core.layouts import LAYOUTS, find_layout, padded_local
 from ring_attn_core.masks import parse, sliding_window
 from ring_attn_core.model.alibi import alibi_slopes
 from ring_attn_core.plan.ring import RingPlan
@@ -66,7 +66,7 @@ class Case:
         if self.device not in DEVICES:
             raise ValueError(f"unknown device {self.device!r}: choose one of {', '.join(DEVICES)}")
         if self.layout not in LAYOUTS:
-            named(self.layout)
+            find_layout(self.layout)
         for name in ("length", "heads", "kv_heads", "head_dim", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

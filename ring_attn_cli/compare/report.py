@@ -77,7 +77,7 @@ def _draw_case(results: list[VariantResult]) -> Table:
     for result in results:
         variant = result.variant.removeprefix(f"{result.framework}:")  # the next column names the framework
         who, cost = (variant, TITLES[result.framework], str(result.ranks)), _cost(result)
-        for quantity in shown(result.quantities):
+        for quantity in choose_shown(result.quantities):
             drawn.add_row(*who, *_cells(quantity), *cost)
             who, cost = ("", "", ""), ("", "")
         drawn.add_section()
@@ -91,7 +91,7 @@ def _draw_result(result: VariantResult) -> Table:
     drawn.add_column("array", overflow="fold")
     for name in OF_ARRAY:
         drawn.add_column(name, justify="right", no_wrap=True)
-    for quantity in shown(result.quantities):
+    for quantity in choose_shown(result.quantities):
         drawn.add_row(*_cells(quantity))
     return drawn
 
@@ -105,7 +105,7 @@ def _cost(result: VariantResult) -> tuple[str, str]:
 MOST = 8
 
 
-def shown(quantities: tuple[Quantity, ...]) -> list[Quantity]:
+def choose_shown(quantities: tuple[Quantity, ...]) -> list[Quantity]:
     """Return all quantities up to ``MOST``; of more, leave out gradients within bounds except the largest error / bound."""
     if len(quantities) <= MOST:
         return list(quantities)

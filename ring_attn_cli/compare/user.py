@@ -40,11 +40,11 @@ def load(text: str) -> Callable[..., Any]:
     function = getattr(found, name, None)
     if not callable(function):
         there = [each for each, value in vars(found).items() if inspect.isfunction(value) and not each.startswith("_")]
-        raise ValueError(f"{module} has no function {name!r}: it has {', '.join(there) or 'none'}{_hidden(found, module)}")
+        raise ValueError(f"{module} has no function {name!r}: it has {', '.join(there) or 'none'}{_hiding_hint(found, module)}")
     return function
 
 
-def _hidden(found: ModuleType, module: str) -> str:
+def _hiding_hint(found: ModuleType, module: str) -> str:
     """Return a hint if the working folder has a file for ``module`` but Python imported ``found`` from elsewhere, else ""."""
     file = Path(*module.split(".")).with_suffix(".py")
     if not file.is_file() or Path(getattr(found, "__file__", None) or "").resolve() == file.resolve():

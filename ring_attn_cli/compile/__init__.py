@@ -130,14 +130,14 @@ def kernels_of(found: Iterable[Problem]) -> list[Launch]:
 
 def compile_all(launches: list[Launch], capability: int, advance: Any = lambda: None) -> Report:
     """Compile the launches with all processors of this host; call ``advance`` after each. Raise Triton's errors."""
-    from ring_attn_core.kernels.compile import cache_folder, compiled, is_cached, start
+    from ring_attn_core.kernels.compile import cache_folder, compile_launch, is_cached, start
 
     began = time.perf_counter()
     cached = sum(is_cached(launch, capability) for launch in launches)
     start(launches, capability)
     size = 0
     for launch in launches:
-        size += len(compiled(launch, capability).asm["cubin"])
+        size += len(compile_launch(launch, capability).asm["cubin"])
         advance()
     return Report(len(launches), cached, size, time.perf_counter() - began, cache_folder())
 

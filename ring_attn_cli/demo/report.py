@@ -91,7 +91,7 @@ def conclude(checks: list[Check], seconds: float) -> Group:
     return Group(*lines, f"[bold {'red' if missed else 'green'}]{count}[/], in {seconds:.0f} s.")
 
 
-def passed(comparison: Comparison, checks: list[Check]) -> bool:
+def is_passed(comparison: Comparison, checks: list[Check]) -> bool:
     """Return whether all bounds are kept, at least one of the losses among them."""
     return comparison.passed and bool(checks) and all(check.passed for check in checks)
 
@@ -102,7 +102,7 @@ def write(out: Path, settings: DemoSettings, comparison: Comparison, losses: dic
     terminal.save(terminal.draw(settings.plan), out / FILES[1], 80)
     checks = check_losses(losses)
     document = {
-        "passed": passed(comparison, checks),
+        "passed": is_passed(comparison, checks),
         "checks": [check._asdict() | {"passed": check.passed} for check in checks],
         "losses": losses,
         "seconds": seconds,

@@ -47,7 +47,7 @@ def run(settings: DemoSettings, framework: str = "both", out: Path = Path("demo-
     report.write(out, settings, compared, losses, seconds)
     console.print(report.draw_losses(losses), report.conclude(checks, seconds), sep="")
     console.print(f"Written: {', '.join(map(str, files))}", markup=False)
-    return 0 if report.passed(compared, checks) else 1
+    return 0 if report.is_passed(compared, checks) else 1
 
 
 def find_frameworks(framework: str) -> tuple[list[str], list[str]]:

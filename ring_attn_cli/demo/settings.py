@@ -41,7 +41,7 @@ class DemoSettings:
         return cls(**(QUICK if quick else FULL if full else {}) | chosen)
 
     def __post_init__(self) -> None:
-        layouts.named(self.layout)
+        layouts.find_layout(self.layout)
         if self.ranks < 1:
             raise ValueError(f"a ring needs at least 1 rank, got --ranks {self.ranks}")
         check_count(self.ranks, "--ranks")

@@ -154,7 +154,7 @@ def _torch() -> tuple[dict[str, Any], tuple[str, ...]]:
     if not torch.cuda.is_available():
         return {"device": "cpu", "capability": capability(torch.device("cpu"))}, ("CPU only",)
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    return {"device": "cuda", "capability": capability(gpus[0])}, _counted(
+    return {"device": "cuda", "capability": capability(gpus[0])}, _count(
         (torch.cuda.get_device_name(gpu), capability(gpu)) for gpu in gpus
     )
 
@@ -164,11 +164,11 @@ def _jax() -> tuple[dict[str, Any], tuple[str, ...]]:
 
     from ring_attn_jax.attend.launch import capability, makes_descriptors
 
-    devices = _counted((f"{device.device_kind} ({device.platform})", capability()) for device in jax.devices())
+    devices = _count((f"{device.device_kind} ({device.platform})", capability()) for device in jax.devices())
     where = {"device": jax.default_backend(), "capability": capability(), "tma": makes_descriptors()}
     return where, (*devices, f"this jaxlib makes {'' if where['tma'] else 'no '}TMA descriptors")
 
 
-def _counted(devices: Iterable[tuple[str, int]]) -> tuple[str, ...]:
+def _count(devices: Iterable[tuple[str, int]]) -> tuple[str, ...]:
     found = Counter(f"{name}, {f'compute capability {level / 10}' if level else 'no NVIDIA GPU'}" for name, level in devices)
     return tuple(f"{count} x {device}" for device, count in found.items())

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ring_attn_torch import load_llama, load_weights
 
 from ..processes import Report
-from ..train.torch_ranks import device_of, member, reported_errors
+from ..train.torch_ranks import device_of, member, report_errors
 from .settings import GenerateSettings
 
 
@@ -26,7 +26,7 @@ def work(report: Report, rank: int, settings: GenerateSettings, ids: list[int], 
     if rank == 0:
         callbacks["on_token"] = lambda request, token: report("token", token)
         callbacks["progress"] = lambda done, total: report("prefilled", (done, total))
-    with member(device, rank, settings.ranks, store), reported_errors(report):
+    with member(device, rank, settings.ranks, store), report_errors(report):
         with device:
             load = load_llama if settings.llama else load_weights
             model = load(settings.weights, dtype=settings.dtype, group=dist.group.WORLD)

@@ -82,7 +82,7 @@ def _deal(layout: str | BalancedLayout, length: int, ranks: int) -> tuple[int, l
     if isinstance(layout, BalancedLayout):
         return layout.seq_local, [layout.held(rank) for rank in range(ranks)]
     local = layouts.padded_local(layout, ranks, length)
-    held = ([run.before(length) for run in layouts.named(layout)(rank, ranks, local)] for rank in range(ranks))
+    held = ([run.before(length) for run in layouts.find_layout(layout)(rank, ranks, local)] for rank in range(ranks))
     return local, [tuple(run for run in each if run.length) for each in held]
 
 

@@ -121,7 +121,7 @@ def _table(problem: Problem, load: Load, machine: Machine) -> RenderableType:
             predicted = seconds(name, load, machine, group)
             ms = [1e3 * each for each in predicted]
             times = [*(f"{each:,.2f}" if each < 1000 else f"{each:,.0f}" for each in ms), f"{ideal / predicted.both:.0%}"]
-        table.add_row(str(strategy), *times, *sent(problem, load, strategy), f"{held / 2**30:.2f}")
+        table.add_row(str(strategy), *times, *describe_sent(problem, load, strategy), f"{held / 2**30:.2f}")
     table.caption = (
         "efficiency: products alone over both passes; sent: by the rank that\n"
         "sends most; memory: beside q, k, v, out and their gradients"
@@ -130,7 +130,7 @@ def _table(problem: Problem, load: Load, machine: Machine) -> RenderableType:
     return table
 
 
-def sent(problem: Problem, load: Load, strategy: Strategy) -> list[str]:
+def describe_sent(problem: Problem, load: Load, strategy: Strategy) -> list[str]:
     """Return the most GiB that any rank in ``load.sample`` sends in the forward and in the backward, as texts such as "0.25"."""
     named = replace(problem, options=replace(problem.options, strategy=strategy))
     passes = zip(*(traffic(named, rank) for rank in load.sample), strict=True)

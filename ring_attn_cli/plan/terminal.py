@@ -72,7 +72,7 @@ class Axis:
         return ranks[first:] + ranks[:first]
 
 
-def computed(plan: RingPlan, axis: Axis, shift: int) -> list[list[int | None]]:
+def find_computing(plan: RingPlan, axis: Axis, shift: int) -> list[list[int | None]]:
     """Return for [query cell][key cell] a rank, or None, that computes pairs with the keys of rank ``(rank - shift) % ranks``."""
     band, lo, hi = plan.mask, plan.mask.lo, plan.mask.hi
     cells = range(len(axis.cells))
@@ -117,8 +117,8 @@ def travel_in_words(plan: RingPlan) -> str:
     shifts, hops = plan.shifts, plan.hops
     if not hops:
         return "1 step, nothing travels"
-    at = f"0 to {shifts[-1]}" if len(shifts) > 2 and len(shifts) == shifts[-1] + 1 else _listed(shifts)
-    by = f"{count_in_words(len(hops), 'hop')} by {hops[0]}" if len(set(hops)) == 1 else f"hops by {_listed(hops)}"
+    at = f"0 to {shifts[-1]}" if len(shifts) > 2 and len(shifts) == shifts[-1] + 1 else _list(shifts)
+    by = f"{count_in_words(len(hops), 'hop')} by {hops[0]}" if len(set(hops)) == 1 else f"hops by {_list(hops)}"
     return f"{count_in_words(len(shifts), 'step')} at shifts {at}, {by}, gradients go home by {plan.home}"
 
 
@@ -144,7 +144,7 @@ def count_in_words(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def _listed(numbers: tuple[int, ...]) -> str:
+def _list(numbers: tuple[int, ...]) -> str:
     """Format numbers as ``1 and 2`` or ``1 2 3``; more than eight are shortened: ``1 2 3 4 5 6 ... 63``."""
     if len(numbers) == 2:
         return f"{numbers[0]} and {numbers[1]}"
@@ -197,7 +197,7 @@ def _matrices(plan: RingPlan, width: int) -> list[Table | Text]:
     for step, shift in enumerate(plan.shifts[:STEPS]):
         name = f"step {step}, shift {shift}"
         text = Text((name if len(name) <= side else name.replace(", ", "\n")) + "\n", no_wrap=True)
-        for line in computed(plan, axis, shift):
+        for line in find_computing(plan, axis, shift):
             for rank in line:
                 text.append(*((".", "dim") if rank is None else rank_cell(rank)))
             text.append("\n")

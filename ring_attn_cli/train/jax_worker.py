@@ -234,7 +234,7 @@ def _step(graph: Any, state: Any, batch: Stack, seed: jax.Array, static: StaticA
 
     def objective(weights: Any, number: jax.Array, microbatch: Stack) -> jax.Array:
         merged = nnx.merge(structure, weights, frozen)
-        hidden = _hidden(merged, microbatch, static, seed if model.config.dropout_rate else None, number * static.rows)
+        hidden = _last_hidden(merged, microbatch, static, seed if model.config.dropout_rate else None, number * static.rows)
         return (_loss(merged, hidden, microbatch.labels, static) / total).astype(kind)
 
     def add(sums: Any, each: tuple[jax.Array, Stack]) -> tuple[Any, None]:
@@ -253,7 +253,7 @@ def _step(graph: Any, state: Any, batch: Stack, seed: jax.Array, static: StaticA
 @partial(jax.jit, static_argnames=("graph", "ends", "static"))  # nnx.jit would return a copy of the weights
 def _losses(graph: Any, state: Any, batch: Stack, ends: tuple[int, ...], static: StaticArguments) -> tuple[jax.Array, jax.Array]:
     model, one = nnx.merge(graph, state), jax.tree.map(lambda x: x[0], batch)
-    hidden, before = _hidden(model, one, static), one.positions - one.extents[..., 0]
+    hidden, before = _last_hidden(model, one, static), one.positions - one.extents[..., 0]
     sums, counts = [], []
     for begin, end in zip((0, *ends), ends, strict=False):
         labels = jnp.where((begin <= before) & (before < end), one.labels, -100)
@@ -265,12 +265,12 @@ def _losses(graph: Any, state: Any, batch: Stack, ends: tuple[int, ...], static:
 @partial(jax.jit, static_argnames=("graph", "static"))
 def _best(graph: Any, state: Any, batch: Stack, where: tuple[Any, Any], static: StaticArguments) -> jax.Array:
     model = nnx.merge(graph, state)
-    hidden = _hidden(model, jax.tree.map(lambda x: x[0], batch), static)[where]
+    hidden = _last_hidden(model, jax.tree.map(lambda x: x[0], batch), static)[where]
     best = (hidden @ model.head_weight.astype(hidden.dtype).T).argmax(-1)
     return jax.lax.with_sharding_constraint(best, NamedSharding(static.mesh, PartitionSpec()))  # replicated for all processes
 
 
-def _hidden(
+def _last_hidden(
     model: RingTransformer, batch: Stack, static: StaticArguments, seed: jax.Array | None = None, row: Any = 0
 ) -> jax.Array:
     """Return the last hidden states. Dropout needs a ``seed``, and masks by ``row``, the step's rows before this microbatch."""

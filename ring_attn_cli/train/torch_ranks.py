@@ -51,7 +51,7 @@ def join_launched(device: torch.device) -> None:
 
 
 @contextmanager
-def reported_errors(report: Report) -> Iterator[None]:
+def report_errors(report: Report) -> Iterator[None]:
     """Report a ValueError of the ``with`` block as a "mistake" message, and suppress it. All ranks must raise the error."""
     try:
         yield

@@ -34,7 +34,7 @@ from .config import Config
 from .data import build_model, check_vocab, dataset_arguments, save_model
 from .folder import CHECKPOINTS, extract_lora, hold
 from .loop import RunDevices, Tell, TrainStep, measure_process, train
-from .torch_ranks import CPU, device_of, join_launched, member, reported_errors
+from .torch_ranks import CPU, device_of, join_launched, member, report_errors
 
 
 def work(report: Report, rank: int, config: Config, store: str) -> None:
@@ -43,7 +43,7 @@ def work(report: Report, rank: int, config: Config, store: str) -> None:
     device = device_of(rank, ranks)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    with member(device, rank, ranks, store), reported_errors(report):
+    with member(device, rank, ranks, store), report_errors(report):
         run(config, report, device)
 
 

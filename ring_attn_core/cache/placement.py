@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..layouts import check_ranks, named, padded_local
+from ..layouts import check_ranks, find_layout, padded_local
 from ..runs import Run
 
 
@@ -49,7 +49,7 @@ def append_indices(counts: Any, slot_indices: Any, earlier: Any) -> Any:
     return (slot_indices[..., None] + earlier[None, :, None, :] - counts[:, None, None, :]).clip(0).sum(-1)
 
 
-def removed(lengths: Any, keep: Any, owners: Any, slots: Any, ranks: Any) -> Any:
+def count_removed(lengths: Any, keep: Any, owners: Any, slots: Any, ranks: Any) -> Any:
     """Return the number of each rank's tokens, [batch, ranks], at positions ``keep`` [batch] to ``lengths`` [batch].
     ``owners`` [batch, n]: a ring buffer of the ranks of the newest n tokens. ``slots``, ``ranks``: 0 .. n - 1, 0 .. ranks - 1."""
     last = lengths[:, None] - 1
@@ -66,7 +66,7 @@ def positions(layout: str, ranks: int, local: int) -> list[list[int]]:
 def _runs(layout: str, ranks: int, local: int) -> list[tuple[Run, ...]]:
     """Return each rank's runs (progressions of positions). Raise ValueError if the layout has no shards of ``local`` tokens."""
     check_ranks(ranks)
-    runs = [named(layout)(rank, ranks, local) for rank in range(ranks)]
+    runs = [find_layout(layout)(rank, ranks, local) for rank in range(ranks)]
     if len(runs[0]) * runs[0][0].length != local:
         raise ValueError(
             f"{layout} over {ranks} ranks needs an even number of tokens a rank, got {local}: shard with to_layout, which pads "
@@ -81,6 +81,6 @@ def owners(layout: str, ranks: int, local: int) -> list[int]:
     return [owner[p] for p in range(ranks * local)]
 
 
-def held(layout: str, ranks: int, local: int, length: int) -> list[int]:
+def count_held(layout: str, ranks: int, local: int, length: int) -> list[int]:
     """Count the tokens of each rank among the first ``length`` tokens of a chunk; they are the first ones of its shard."""
     return [sum(run.before(length).length for run in runs) for runs in _runs(layout, ranks, local)]

@@ -80,7 +80,7 @@ class CachedRequests:
         return xp.minimum(chunk, room) if self.spec.window is None else chunk
 
 
-def appended(held: CachedRequests, tokens: int, valid: Any, earlier: Any, ops: ArrayOps) -> dict[str, Any]:
+def append_tokens(held: CachedRequests, tokens: int, valid: Any, earlier: Any, ops: ArrayOps) -> dict[str, Any]:
     """Return the arrays of a StepArrays by name, for ``tokens`` tokens that every rank computes.
     ``valid`` bool [b, tokens]: the real ones; None: all. ``earlier``: the array of ``placement.earlier``."""
     spec, xp = held.spec, ops.xp
@@ -111,12 +111,12 @@ def appended(held: CachedRequests, tokens: int, valid: Any, earlier: Any, ops: A
         "chunk": chunk,
         "counts": held.counts + taken.sum(-1, dtype=xp.int32),
         "lengths": held.lengths + stored,
-        **_written(held, here, slot_index, held.lengths[:, None] + append_index, ops),
-        **_recorded_owners(held, stored, owners, ops),
+        **_write_slots(held, here, slot_index, held.lengths[:, None] + append_index, ops),
+        **_record_owners(held, stored, owners, ops),
     }
 
 
-def prefilled(held: CachedRequests, chunk: Any, places: Any, owners: Any, ops: ArrayOps) -> dict[str, Any]:
+def append_chunk(held: CachedRequests, chunk: Any, places: Any, owners: Any, ops: ArrayOps) -> dict[str, Any]:
     """Return the arrays of a StepArrays by name, for a sharded chunk with ``chunk`` int32 [b] real tokens of each request.
     ``places`` int32 [ranks, tokens]: each rank's positions in the chunk. ``owners`` int16 [positions]: the rank of each."""
     spec, xp = held.spec, ops.xp
@@ -135,12 +135,12 @@ def prefilled(held: CachedRequests, chunk: Any, places: Any, owners: Any, ops: A
         "chunk": chunk,
         "counts": held.counts + more,
         "lengths": held.lengths + stored,
-        **_written(held, here, slot_index, held.lengths[:, None] + mine[source], ops),
-        **_recorded_owners(held, stored, xp.broadcast_to(owners[None], (len(chunk), len(owners))), ops),
+        **_write_slots(held, here, slot_index, held.lengths[:, None] + mine[source], ops),
+        **_record_owners(held, stored, xp.broadcast_to(owners[None], (len(chunk), len(owners))), ops),
     }
 
 
-def _written(held: CachedRequests, here: Any, slot_index: Any, position: Any, ops: ArrayOps) -> dict[str, Any]:
+def _write_slots(held: CachedRequests, here: Any, slot_index: Any, position: Any, ops: ArrayOps) -> dict[str, Any]:
     """Return the slots that this rank writes, and ``k_positions`` after the write.
     ``here`` [b, writes]: this rank caches the token; ``slot_index``: its slot, with a window modulo the slots."""
     spec, xp = held.spec, ops.xp
@@ -150,7 +150,7 @@ def _written(held: CachedRequests, here: Any, slot_index: Any, position: Any, op
     return {"slots": slots, "k_positions": ops.scatter(held.positions, slots, position)}
 
 
-def _recorded_owners(held: CachedRequests, chunk: Any, owners: Any, ops: ArrayOps) -> dict[str, Any]:
+def _record_owners(held: CachedRequests, chunk: Any, owners: Any, ops: ArrayOps) -> dict[str, Any]:
     """Return the ranks of the newest tokens, and their indices in the ring buffer ``KVCache.owners``; the last is for padding.
     ``chunk`` [b]: new tokens of each request. ``owners`` [b, tokens]: the rank that owns each."""
     remembered, tokens = held.spec.remembered, owners.shape[1]

@@ -29,7 +29,7 @@ from typing import Any
 from ..layouts import check_length, check_ranks
 from ..plan.balanced import RankWork
 from ..plan.balanced_layout import BalancedLayout
-from ..plan.dealing import deal, joined
+from ..plan.dealing import deal, join_items
 from ..runs import Run
 from .trees import Tree, trees_of
 
@@ -63,7 +63,7 @@ def balanced_tree_layout(parents: Any, lengths: Any, ranks: int, *, length: int 
     rows = [_cost_before(tree) for tree in trees]
     before = rows[0] if len(rows) == 1 else lambda position: sum(row(position) for row in rows)
     subtrees, segments = (_edges(trees, most, ranks * local) for most in (local, 1))
-    dealt = deal(joined(subtrees, local), segments, ranks, before)
+    dealt = deal(join_items(subtrees, local), segments, ranks, before)
     if _balance(dealt, before) > MOST_UNEVEN:
         dealt = min(dealt, deal(segments, segments, ranks, before), key=lambda each: _balance(each, before))
     return BalancedLayout(dealt, tokens, tree=True)

@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 from ..files import check_regular, lock_file, open_file, read_bytes, read_json, sample
 from . import row_files
 from .chat import template_files
-from .documents import Document, File, TokenizedDocuments, content_of, unchanged
+from .documents import Document, File, TokenizedDocuments, content_of, is_unchanged
 from .encoding import CODES, Encoder
 from .settings import DatasetSettings
 
@@ -47,7 +47,7 @@ def tokenise(files: Sequence[File], settings: DatasetSettings) -> TokenizedDocum
     tokenizer = _tokenizer_text(settings)
     index = folder / f"{_key(files, settings, tokenizer)}.json"
     try:
-        kept = _kept(index, files)
+        kept = _read_index(index, files)
         if kept is None:
             folder.mkdir(parents=True, exist_ok=True)
             check_regular(folder / ".lock")
@@ -55,9 +55,9 @@ def tokenise(files: Sequence[File], settings: DatasetSettings) -> TokenizedDocum
                 alone = lock_file(lock)
                 for left in folder.glob(".writing-*") if alone else ():  # left by a killed process
                     left.unlink(missing_ok=True)
-                kept = _kept(index, files)
+                kept = _read_index(index, files)
                 if kept is None:
-                    kept = _written(folder, index, files, Encoder(settings, tokenizer), settings)
+                    kept = _write(folder, index, files, Encoder(settings, tokenizer), settings)
     except OSError as error:
         raise ValueError(
             f"the tokens cannot be kept in {folder} ({error.strerror or error}): pass cache=, a folder that can be written and "
@@ -91,7 +91,7 @@ def _hash(json_value: Any) -> str:
     return sha256(json.dumps(json_value).encode()).hexdigest()
 
 
-def _kept(index: Path, files: Sequence[File]) -> TokenizedDocuments | None:
+def _read_index(index: Path, files: Sequence[File]) -> TokenizedDocuments | None:
     """Return the cached documents of ``files``; None if the cache is missing, is damaged or is made from other texts."""
     try:
         found = read_json(index)
@@ -134,7 +134,7 @@ def _documents(folder: Path, kept: dict[str, Any], files: Sequence[File]) -> Tok
     return TokenizedDocuments(tuple(documents), kept["digest"], kept["vocab"])
 
 
-def _written(folder: Path, index: Path, files: Sequence[File], encoder: Encoder, settings: DatasetSettings) -> TokenizedDocuments:
+def _write(folder: Path, index: Path, files: Sequence[File], encoder: Encoder, settings: DatasetSettings) -> TokenizedDocuments:
     vocab, marks = encoder.vocab, settings.marks_labels
     width = next(width for width in CODES if vocab <= 1 << (8 * width - marks) or width == max(CODES))
     end = b"" if settings.end is None else int(settings.end).to_bytes(width, "little")
@@ -151,7 +151,7 @@ def _written(folder: Path, index: Path, files: Sequence[File], encoder: Encoder,
                         size += len(piece)
                     counts.append(size // width)
                     found.append(row)
-                unchanged(file)
+                is_unchanged(file)
                 held.append((file.changed, text.hexdigest(), found if row_files.is_row_file(file) else None))
             out.flush()
             os.fsync(out.fileno())

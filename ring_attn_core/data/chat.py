@@ -89,10 +89,10 @@ class ChatTemplate:
 
     def text_of(self, row: ChatRow, where: str) -> tuple[str, list[Span] | None]:
         """Return a chat's text, and the spans with labels, None without ``parts=True``. ``where``: file and row, for errors."""
-        chat = _checked(row, where)
+        chat = _check_chat(row, where)
         written = self._write(chat, where)
         self._check_tools(chat, written, where)
-        text, spans = _unmarked(written)
+        text, spans = _remove_marks(written)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -146,7 +146,7 @@ class ChatTemplate:
 
     def _marked(self, chat: ChatRow, spans: list[Span], where: str) -> dict[int, list[Span]]:
         """Return for each assistant message, by number, its spans among ``spans``: those that the message adds to their count."""
-        count = lambda end: len(_unmarked(self._write(chat._replace(messages=chat.messages[:end]), where))[1]) if end else 0
+        count = lambda end: len(_remove_marks(self._write(chat._replace(messages=chat.messages[:end]), where))[1]) if end else 0
         assistant = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         turns = {i: spans[count(i) : count(i + 1)] for i in assistant}
         if any(message.get("weight") == 0 for message in chat.messages) and [*chain(*turns.values())] != spans:
@@ -177,7 +177,7 @@ class ChatTemplate:
         )
 
 
-def _checked(row: ChatRow, where: str) -> ChatRow:
+def _check_chat(row: ChatRow, where: str) -> ChatRow:
     """Return a chat in the form that templates read, without null fields of messages and empty lists of tool calls."""
     chat, tools = row.messages, tools_of(row.tools, where)
     if not isinstance(chat, list) or not chat:
@@ -196,7 +196,7 @@ def _checked(row: ChatRow, where: str) -> ChatRow:
     return ChatRow(messages, tools)
 
 
-def _unmarked(text: str) -> tuple[str, list[Span]]:
+def _remove_marks(text: str) -> tuple[str, list[Span]]:
     """Remove the marks BEGIN and END from a text. Return the text, and the spans of characters between a BEGIN and its END."""
     plain, spans, at, begin = [], [], 0, 0
     for piece in re.split(f"([{BEGIN}{END}])", text):

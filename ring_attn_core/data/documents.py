@@ -68,7 +68,7 @@ def find_files(settings: DatasetSettings) -> list[File]:
     files = []
     for path in folder.glob(settings.pattern):
         name = path.relative_to(folder).as_posix()
-        if not _hidden(name.split("/")) and not path.is_dir():
+        if not _is_hidden(name.split("/")) and not path.is_dir():
             check_regular(path)
             now = identity_now(str(path))
             if now.size == 0:
@@ -82,7 +82,7 @@ def find_files(settings: DatasetSettings) -> list[File]:
     return sorted(files)
 
 
-def _hidden(parts: Iterable[str]) -> bool:
+def _is_hidden(parts: Iterable[str]) -> bool:
     return any(part.startswith(".") for part in parts)
 
 
@@ -90,7 +90,7 @@ def _check_cache(folder: Path, settings: DatasetSettings) -> None:
     if settings.cache is None:
         return
     cache, data = Path(settings.cache).resolve(), folder.resolve()
-    if cache.is_relative_to(data) and not _hidden(cache.relative_to(data).parts):
+    if cache.is_relative_to(data) and not _is_hidden(cache.relative_to(data).parts):
         raise ValueError(
             f"cache={os.fspath(settings.cache)!r} lies in the folder of the data, where its files would be taken for documents: "
             "pass a folder elsewhere, or one whose name begins with a dot"
@@ -101,20 +101,20 @@ def identity_now(path: str) -> Identity:
     try:
         return identity(path)
     except OSError as error:
-        raise vanished(path, error) from error
+        raise vanished_error(path, error) from error
 
 
 @contextmanager
-def opened(path: str) -> Iterator[BinaryIO]:
+def open_found(path: str) -> Iterator[BinaryIO]:
     """Open a file that was found; an OSError while it is open becomes the ValueError that names it."""
     try:
         with open_file(path) as file:
             yield file
     except OSError as error:
-        raise vanished(path, error) from error
+        raise vanished_error(path, error) from error
 
 
-def unchanged(file: File) -> None:
+def is_unchanged(file: File) -> None:
     if identity_now(file.path)[2:] != (file.size, file.modified, file.changed):
         raise ValueError(f"{file.path} changed while it was read: begin again when it is written")
 
@@ -123,17 +123,17 @@ def content_of(file: File) -> str:
     """Return the SHA-256 of a file in hex. Raise ValueError if the file cannot be read, or has changed since it was found."""
     content = sha256()
     update(content, file)
-    unchanged(file)
+    is_unchanged(file)
     return content.hexdigest()
 
 
 def update(content: Any, file: File) -> None:
-    with opened(file.path) as bytes_of_file:
+    with open_found(file.path) as bytes_of_file:
         while chunk := bytes_of_file.read(CHUNK):
             content.update(chunk)
 
 
-def vanished(path: str, error: OSError) -> ValueError:
+def vanished_error(path: str, error: OSError) -> ValueError:
     why = "has vanished" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror or error})"
     return ValueError(f"{path} {why}: restore it, or make the dataset anew without it")
 

@@ -12,7 +12,7 @@ from typing import Any
 from ..validation import missing_package
 from . import row_files
 from .chat import ChatTemplate, Span, inside
-from .documents import CHUNK, File, opened
+from .documents import CHUNK, File, open_found
 from .settings import BYTES, DatasetSettings
 
 CODES = {1: "B", 2: "H", 4: "I"}
@@ -121,7 +121,7 @@ def _pack(ids: Sequence[int], width: int) -> bytes:
 def _utf8(file: File, content: Any) -> Iterator[bytes]:
     """Yield the chunks of a file and update the hash ``content``. Raise ValueError if the file is not UTF-8 or has a 0 byte."""
     decoder, seen = codecs.getincrementaldecoder("utf-8")(), 0
-    with opened(file.path) as text:
+    with open_found(file.path) as text:
         while chunk := text.read(CHUNK):
             zero = chunk.find(b"\0")
             try:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..lazy_numpy import np
 from ..plan.batches import ComputeCost, best_fit, deal, pairs_of
-from .index import DocumentSpan, Index, shuffled
+from .index import DocumentSpan, Index, shuffle
 from .settings import DatasetSettings
 
 
@@ -104,7 +104,7 @@ class GlobalBatches(Index):
     def _order_of(self, epoch: int) -> tuple[list[int], list[int]]:
         settings, capacity, ends = self._settings, self._settings.length, []
         every = range(len(self._lengths))
-        order = shuffled(len(every), "documents", settings.seed, epoch) if settings.shuffle else list(every)
+        order = shuffle(len(every), "documents", settings.seed, epoch) if settings.shuffle else list(every)
         rooms: list[int] = []
         for at, document in enumerate(order):
             size = self._lengths[document]

@@ -70,7 +70,7 @@ class PackedRows:
         return tuple(found)
 
 
-def shuffled(count: int, *key: int | str) -> list[int]:
+def shuffle(count: int, *key: int | str) -> list[int]:
     """Return a permutation of 0 to ``count - 1`` determined by ``key``, the same in each process and Python version.
     Python guarantees this for ``random()``, but not for ``random.shuffle``: sort the indices by drawn numbers."""
     draw = random.Random("/".join(map(str, key))).random
@@ -138,17 +138,17 @@ class Index:
         """Return the packed rows of an epoch, and the order of the full ones; a last row that is not full comes after them."""
         if self._epoch is None or self._epoch[0] != epoch:
             settings, key = self._settings, (self._settings.seed, epoch)
-            documents = shuffled(len(self._lengths), "documents", *key) if settings.shuffle else None
+            documents = shuffle(len(self._lengths), "documents", *key) if settings.shuffle else None
             packed_rows = PackedRows(self._lengths, settings.length, documents)
             whole = packed_rows.tokens // settings.length
-            order = shuffled(whole, "contexts", *key) if settings.shuffle else range(whole)
+            order = shuffle(whole, "contexts", *key) if settings.shuffle else range(whole)
             self._epoch = epoch, packed_rows, order
         return self._epoch[1:]
 
 
 def state_of(batches: int, data: str, index: Index, settings: DatasetSettings) -> str:
     """Return the state of a run after ``batches`` batches as JSON. ``data``: the digest of the documents."""
-    return json.dumps({"format": FORMAT, "batches": _counted(batches, index, settings), **_decides(data, settings)})
+    return json.dumps({"format": FORMAT, "batches": _check_count(batches, index, settings), **_decides(data, settings)})
 
 
 def batches_of(state: object, data: str, index: Index, settings: DatasetSettings) -> int:
@@ -180,10 +180,10 @@ def batches_of(state: object, data: str, index: Index, settings: DatasetSettings
             f"this state is of a run with {name}={_short(found[name])}, and this dataset has {name}={value!r}: make the dataset "
             "as it was, or begin anew, without resume"
         )
-    return _counted(found["batches"], index, settings)
+    return _check_count(found["batches"], index, settings)
 
 
-def _counted(batches: Any, index: Index, settings: DatasetSettings) -> int:
+def _check_count(batches: Any, index: Index, settings: DatasetSettings) -> int:
     """Return ``batches`` as an int. Raise ValueError if it is not an integer from 0 to the number of batches of all epochs."""
     if not is_integer(batches) or batches < 0 or (index.end is not None and batches > index.end):
         most = " or more" if index.end is None else f" to {index.end}, all that epochs={settings.epochs} have"

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..files import Identity, identity, open_file, read_at, sample
 from ..lazy_numpy import np
-from .documents import Document, identity_now, vanished
+from .documents import Document, identity_now, vanished_error
 from .index import ShardSpan
 from .settings import LARGEST
 
@@ -98,7 +98,7 @@ class Reader:
             data = read_at(held, document.offset + first * size, count * size)
             self._check_same(document, held)
         except OSError as error:
-            raise vanished(document.path, error) from error
+            raise vanished_error(document.path, error) from error
         if len(data) < count * size:
             raise ValueError(f"{document.path} ended while it was read: make the dataset anew when it is written")
         return data
@@ -116,7 +116,7 @@ class Reader:
         _check_unwritten(document, now)
         written = seen is not None and now[:2] == seen[:2] and now.modified != seen.modified
         if written or sample(file) != document.sample:
-            raise changed(document.path)
+            raise changed_error(document.path)
         self._seen[document.path] = now
 
 
@@ -126,10 +126,10 @@ def _check_unwritten(document: Document, now: Identity) -> None:
         had = f"had {document.size} bytes when the dataset was made and has {now.size}"
         raise ValueError(f"{document.path} {had}: make the dataset anew")
     if document.identity is not None and now.modified != document.identity.modified:
-        raise changed(document.path)
+        raise changed_error(document.path)
 
 
-def changed(path: str) -> ValueError:
+def changed_error(path: str) -> ValueError:
     return ValueError(
         f"{os.fspath(path)} was written to after the dataset was made: make the dataset anew, or restore file and time"
     )

@@ -117,13 +117,13 @@ def pack_rollouts(rollouts: Any, loss_masks: Any = None, weights: Any = None, le
     """
     if length is not None and (not is_integer(length) or length < 1):
         raise ValueError(f"length is the largest number of tokens of a row, an int of at least 1, got {in_words(length)}")
-    lists = _checked(rollouts, length)
+    lists = _check_rollouts(rollouts, length)
     values = _values("weights", weights, lists, "a number, or a list with the weight of each token")
     masks = _values("loss_masks", loss_masks, lists, "a list with True for each token that counts")
     for i, mask in enumerate(masks):
         if ((mask != 0) & (mask != 1)).any():
             raise ValueError(f"loss_masks[{i}] must hold True or False, 1 or 0, for each token: pass other factors as weights")
-    placed, rows = _placed(lists, length)
+    placed, rows = _place(lists, length)
     ids = np.zeros((len(rows), max(row.size for row in rows)), np.int32)
     labels, sums = np.full_like(ids, NO_LABEL), np.zeros(ids.shape, np.float64)
     for tokens, (row, path), mask, weight in zip(lists, placed, masks, values, strict=True):
@@ -158,7 +158,7 @@ def check_values(shape: tuple[int, ...], rollouts: Any, layout: Any, ranks: int)
         gathered_length(shape, layout, ranks, tokens)
 
 
-def _placed(lists: list[np.ndarray], length: int | None) -> tuple[list[tuple[int, np.ndarray]], list[_Row]]:
+def _place(lists: list[np.ndarray], length: int | None) -> tuple[list[tuple[int, np.ndarray]], list[_Row]]:
     """Return each rollout's row and slots, and all rows. It goes to the first row to which it adds the fewest tokens."""
     rows: list[_Row] = []
     placed: list[Any] = [None] * len(lists)
@@ -173,7 +173,7 @@ def _placed(lists: list[np.ndarray], length: int | None) -> tuple[list[tuple[int
     return placed, rows
 
 
-def _checked(rollouts: Any, length: int | None) -> list[np.ndarray]:
+def _check_rollouts(rollouts: Any, length: int | None) -> list[np.ndarray]:
     """Return each rollout's tokens as an int64 array. Raise ValueError if a rollout is not a list of token ids or is too long."""
     listed = list(rollouts) if isinstance(rollouts, Iterable) and not isinstance(rollouts, str | dict) else None
     if not listed:

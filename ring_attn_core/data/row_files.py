@@ -12,7 +12,7 @@ from typing import Any
 from ..files import parse_json
 from ..validation import in_words, missing_package
 from .chat import TOOLS, ChatRow
-from .documents import CHUNK, File, opened, update
+from .documents import CHUNK, File, open_found, update
 
 LINES, PARQUET, ARROW = ".jsonl", ".parquet", ".arrow"
 SUFFIXES = LINES, PARQUET, ARROW
@@ -38,13 +38,13 @@ def chats(file: File, column: str, content: Any) -> Iterator[tuple[int, ChatRow]
     if file.name.endswith(LINES):
         rows = _of_lines(file, columns, content)
     else:
-        rows = ((row, map(_filled, values)) for row, values in _of_arrow(file, columns, content, "lists of messages"))
+        rows = ((row, map(_drop_nulls, values)) for row, values in _of_arrow(file, columns, content, "lists of messages"))
     for row, (chat, *tools) in rows:
         if chat is not None and chat != []:
             yield row, ChatRow(chat, tools[0] if tools else None)
 
 
-def _filled(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     """Return an Arrow value without null fields of dicts, which Arrow adds; dicts of a list, such as messages, keep theirs."""
     pruned = lambda x: _without_nulls(x) if isinstance(x, dict | list) else x
     if not isinstance(value, list):
@@ -76,7 +76,7 @@ def texts(file: File, column: str, content: Any) -> Iterator[tuple[int, str]]:
 
 def _of_lines(file: File, columns: Sequence[str], content: Any) -> Iterator[tuple[int, Any]]:
     """Yield the line number and the ``columns`` of each JSON object; only the first must exist. Update the hash ``content``."""
-    with opened(file.path) as raw, io.BufferedReader(raw, CHUNK) as lines:  # type: ignore[arg-type]
+    with open_found(file.path) as raw, io.BufferedReader(raw, CHUNK) as lines:  # type: ignore[arg-type]
         for row, line in enumerate(lines, 1):
             content.update(line)
             if line.strip():
@@ -111,7 +111,7 @@ def _of_arrow(file: File, columns: Sequence[str], content: Any, what: str = "tex
     update(content, file)
     row = 0
     try:
-        with opened(file.path) as rows:
+        with open_found(file.path) as rows:
             for batch in _batches(pa, file, rows, columns, what):
                 held = [batch.column(column) if column in batch.schema.names else None for column in columns]
                 for i in range(batch.num_rows):

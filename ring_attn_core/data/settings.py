@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
-from ..layouts import check_rank, check_ranks, named, slots
+from ..layouts import check_rank, check_ranks, find_layout, slots
 from ..plan.balanced import balanced_layout
 from ..plan.balanced_layout import BalancedLayout
 from ..runs import Run
@@ -147,4 +147,4 @@ class DatasetSettings:
             held = dealt.runs if self.rank is None else [dealt.runs[int(self.rank)]]
             return tuple(Run(*run) for runs in held for run in runs)
         wanted = range(self.ranks) if self.rank is None else [int(self.rank)]
-        return tuple(run for rank in wanted for run in named(self.layout)(rank, self.ranks, self.length // self.ranks))
+        return tuple(run for rank in wanted for run in find_layout(self.layout)(rank, self.ranks, self.length // self.ranks))

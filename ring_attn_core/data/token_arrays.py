@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from ..files import identity, read_at, sample
 from ..lazy_numpy import np
-from .documents import Document, File, TokenizedDocuments, empty, opened
+from .documents import Document, File, TokenizedDocuments, empty, open_found
 
 SUFFIX = ".npy"
 
@@ -18,7 +18,7 @@ SUFFIX = ".npy"
 def describe(files: Sequence[File]) -> TokenizedDocuments:
     documents, digest = [], sha256()
     for file in files:
-        with opened(file.path) as array:
+        with open_found(file.path) as array:
             document = _array(file, array)
         documents.append(document)
         digest.update(json.dumps([document.name, document.dtype, document.tokens]).encode() + document.sample.encode())

@@ -94,7 +94,7 @@ def batch_of_trees(tree: Any, batch: int, tokens: int) -> tuple[Any, Any, Any]:
     """Return each token's key extent [batch, tokens, 2], path position [batch, tokens] and segment index [batch, tokens].
     All are int32 numpy arrays; the segment index is -1 in padding. ``tree``: (parents, lengths) for all rows, or for one if all
     are alike."""
-    pair = _listed(tree)
+    pair = _as_sequence(tree)
     if pair is None or len(pair) != 2:
         raise ValueError(
             f"tree must be a pair (parents, lengths), as tree_extents takes them and rollouts.tree is, got {in_words(tree)}"
@@ -194,8 +194,8 @@ def _check(row: str, tree: Tree) -> None:
 
 def _rows(name: str, values: Any) -> list[tuple[int, ...]]:
     """Return ``values`` as rows of integers. Raise ValueError if they are neither a list of integers nor a list of such lists."""
-    outer = _listed(values)
-    nested = [_listed(x) for x in outer or ()]
+    outer = _as_sequence(values)
+    nested = [_as_sequence(x) for x in outer or ()]
     rows = nested if nested and all(x is not None for x in nested) else [outer]
     for row in rows:
         wrong = [values] if row is None else [x for x in row if not is_integer(x) or is_traced(x)]
@@ -207,7 +207,7 @@ def _rows(name: str, values: Any) -> list[tuple[int, ...]]:
     return [tuple(map(int, row or ())) for row in rows]
 
 
-def _listed(x: Any) -> Sequence[Any] | None:
+def _as_sequence(x: Any) -> Sequence[Any] | None:
     """Return a list, tuple or array as a sequence. Return None for a 0-d or traced array and for anything else."""
     if isinstance(x, list | tuple):
         return x

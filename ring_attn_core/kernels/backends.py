@@ -14,7 +14,7 @@ from ..plan.balanced_layout import BalancedLayout
 from ..problem.options import Options
 from ..problem.problem import Problem
 from ..releases import warn_if_untried
-from .compile import NEWEST_TRIED, broken_triton, interpreted, start, triton_release, triton_version
+from .compile import NEWEST_TRIED, broken_triton, is_interpreted, start, triton_release, triton_version
 from .hopper.supports import refusal_of_shape
 from .tile_sizes import DESIGN_LENGTHS, WIDEST, WIDEST_TAIL
 
@@ -36,7 +36,7 @@ class Candidate:
     leaves: Callable[[Problem], str | None] = lambda problem: None
 
 
-def _balanced(problem: Problem) -> str | None:
+def _balanced_objection(problem: Problem) -> str | None:
     """Return why the Triton kernels cannot run a balanced layout, or None. They take a shard as one run of local indices, so its
     positions must ascend; ALiBi and dropout need the positions themselves."""
     layout = problem.options.layout
@@ -53,7 +53,7 @@ def _balanced(problem: Problem) -> str | None:
 def _triton(problem: Problem) -> str | None:
     if not isinstance(problem.q_shape[0], int):
         return f"its kernels are launched for a known batch, and this one is the symbolic size {problem.q_shape[0]} of jax.export"
-    if (unordered := _balanced(problem)) is not None:
+    if (unordered := _balanced_objection(problem)) is not None:
         return unordered
     if not problem.capability:
         return f"its kernels run on NVIDIA GPUs, and these arrays are on {problem.device}"
@@ -92,7 +92,7 @@ def _has_gluon() -> bool:
 
 
 def _hopper(problem: Problem) -> str | None:
-    if not problem.capability or not isinstance(problem.q_shape[0], int) or _balanced(problem) is not None:
+    if not problem.capability or not isinstance(problem.q_shape[0], int) or _balanced_objection(problem) is not None:
         return _triton(problem)
     if problem.capability != 90:
         return f"its kernels are for Hopper GPUs (sm_90), and this one is sm_{problem.capability}"
@@ -105,7 +105,7 @@ def _hopper(problem: Problem) -> str | None:
     return refusal_of_shape(problem.dtypes[0], problem.q_shape[-1], problem.v_shape[-1])
 
 
-def _untried() -> str | None:
+def _untried_objection() -> str | None:
     if triton_release() > NEWEST_TRIED:
         newest = ".".join(map(str, NEWEST_TRIED))
         return f"Triton {triton_version()} is newer than {newest}, the newest that its kernels were tried with"
@@ -199,7 +199,7 @@ def check_vendor(options: Options, differentiates_lse: bool) -> None:
 
 
 BACKENDS: tuple[Candidate, ...] = (
-    Candidate("hopper", _hopper, lambda problem: _untried(), _slower_than_portable),
+    Candidate("hopper", _hopper, lambda problem: _untried_objection(), _slower_than_portable),
     Candidate("triton", _triton),
     Candidate("triton_tf32", _triton_tf32, lambda problem: "it is less precise than its inputs"),
     Candidate("flash", _flash, lambda problem: "it is there to compare with"),
@@ -231,7 +231,7 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
             raise ValueError(f'backend={chosen!r} cannot run this: the lse of a block has no gradient there. backend="auto" can')
         if chosen in ("blockwise", *VENDORS):
             expected = automatic and not failed and problem.capability >= OLDEST_GPU  # a kernel, and no warning was given
-            if expected and (reason := _balanced(problem) or broken_triton()) is not None:
+            if expected and (reason := _balanced_objection(problem) or broken_triton()) is not None:
                 warnings.warn(f"triton: {reason}. backend={chosen!r} runs this instead, slower", stacklevel=2)
             return None
         if automatic and chosen == "triton" and "hopper" not in failed and (untried := _new_to_hopper(problem)):
@@ -259,18 +259,18 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
 
 def launches(problem: Problem) -> list[Launch]:
     """Return the launches of the selected backend, the last ones of the backward's other designs for shards of other lengths."""
-    call = _selected(problem, anywhere=False)
+    call = _select_call(problem, anywhere=False)
     return [] if call is None else [*_of_passes(call, problem, PASSES), *_of_other_lengths(call, problem, PASSES)]
 
 
 def begin_backward(problem: Problem, anywhere: bool = False) -> None:
     """Begin to compile the backward's kernels in other processes; ``runnable`` waits for them and finds their obstacles."""
-    call = _selected(problem, anywhere)
+    call = _select_call(problem, anywhere)
     if call is not None:
         _begin(call, problem, PASSES[1:])
 
 
-def _selected(problem: Problem, anywhere: bool) -> RingCall | None:
+def _select_call(problem: Problem, anywhere: bool) -> RingCall | None:
     """Return the launch parameters by the backend that ``select`` returns; None if this backend has no kernels."""
     from .call import call_of
 
@@ -279,7 +279,7 @@ def _selected(problem: Problem, anywhere: bool) -> RingCall | None:
 
 
 def _begin(call: RingCall, problem: Problem, passes: Collection[str]) -> None:
-    if not interpreted():
+    if not is_interpreted():
         start(_of_passes(call, problem, passes), problem.capability, _of_other_lengths(call, problem, passes))
 
 
@@ -317,7 +317,7 @@ def _left_to_portable(problem: Problem) -> frozenset[str]:
 
 def _new_to_hopper(problem: Problem) -> str | None:
     """Return why "auto" skips Hopper's kernels, if the only reason is an untested release of Triton; else return None."""
-    return _untried() if _hopper(problem) is None else None
+    return _untried_objection() if _hopper(problem) is None else None
 
 
 def check_backend(backend: str, framework: str = "torch") -> None:

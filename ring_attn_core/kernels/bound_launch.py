@@ -10,7 +10,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .compile import compiled, kernel_function
+from .compile import compile_launch, kernel_function
 from .driver import TENSOR_MAP, DescriptorFormat, LaunchBuffer, encode, load, start
 from .launch import Descriptor, Launch, Scalar, encodings
 
@@ -52,7 +52,7 @@ class BoundLaunch:
     """A launch compiled and loaded for one GPU, ``device``; several threads may start it at the same time."""
 
     def __init__(self, launch: Launch, capability: int, device: int) -> None:
-        kernel = compiled(launch, capability)
+        kernel = compile_launch(launch, capability)
         made = kernel.metadata
         self._parameters = parameters(launch, kernel)
         self._layout, offsets = layout(kernel.asm["ptx"], [isinstance(value, bytes) for value in self._parameters.values])

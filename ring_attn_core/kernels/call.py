@@ -13,15 +13,15 @@ from ..dropout import rescale, threshold
 from ..plan.global_order import GlobalPlan
 from ..plan.ulysses import HeadSplit
 from ..problem.problem import Problem
-from ..records import hashed_once
+from ..records import hash_once
 from .launch import Argument, Array, Scalar
-from .tile_sizes import TileConfig, choose_tiles, latent_tiles, padded, tail_of
+from .tile_sizes import TileConfig, choose_tiles, latent_tiles, pad_width, tail_of
 
 BEYOND = 2**30
 """A position that stands for the end of any sequence. Extents are clipped to it, so that the kernels' arithmetic fits int32."""
 
 
-@hashed_once
+@hash_once
 @dataclass(frozen=True)
 class RingCall:
     """The parameters that all launches of one call of ring attention share.
@@ -106,8 +106,8 @@ class RingCall:
         if self.tiles_override is not None:
             return self.tiles_override
         if self.tail is not None and kernel == "forward":
-            return latent_tiles(self.dtype, padded(self.v_dim), self.tail, self.capability, self.features)
-        return choose_tiles(kernel, self.dtype, padded(self.head_dim), padded(self.v_dim), self.capability, self.features)
+            return latent_tiles(self.dtype, pad_width(self.v_dim), self.tail, self.capability, self.features)
+        return choose_tiles(kernel, self.dtype, pad_width(self.head_dim), pad_width(self.v_dim), self.capability, self.features)
 
     @property
     def numbers(self) -> dict[str, Argument | None]:

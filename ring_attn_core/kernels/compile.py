@@ -82,11 +82,11 @@ def kernel_function(name: str) -> Any:
 
 def start(launches: Iterable[Launch], capability: int, later: Iterable[Launch] = ()) -> list[Popen[bytes]]:
     """Compile the launches that Triton's cache lacks in processes of their own and return these; kernels of ``later`` follow. A
-    single missing kernel is left to ``compiled``, which needs no process for it."""
+    single missing kernel is left to ``compile_launch``, which needs no process for it."""
     wanted: dict[Specialization, bool] = {}
     for at_once, some in ((False, later), (True, launches)):
         for launch in some:
-            with suppress(Exception):  # of a Triton whose names have changed: ``compiled`` raises it again
+            with suppress(Exception):  # of a Triton whose names have changed: ``compile_launch`` raises it again
                 wanted[launch.specialization(capability)] = at_once
     with _one_at_a_time:
         _find_cache()
@@ -98,7 +98,7 @@ def start(launches: Iterable[Launch], capability: int, later: Iterable[Launch] =
         return list({*started.values()})
 
 
-def compiled(launch: Launch, capability: int) -> Any:
+def compile_launch(launch: Launch, capability: int) -> Any:
     """Compile a launch, without a GPU, for a compute capability such as 90, or wait for another process that compiles it. An
     error of Triton is cached and raised again; after OSError or MemoryError the next call compiles again."""
     spec = launch.specialization(capability)
@@ -181,7 +181,7 @@ def _from_cache(spec: Specialization) -> Any | None:
 
     try:
         _made[spec] = made = _triton_compile(spec, make_ir=stop)
-    except Exception:  # what is wrong with it is said by ``compiled``
+    except Exception:  # what is wrong with it is said by ``compile_launch``
         return None
     return made
 
@@ -260,7 +260,7 @@ def broken_triton() -> str | None:
     try:
         if find_spec("triton") is None:
             return "the package triton is not installed: pip install triton"
-        interpreted()
+        is_interpreted()
         cache_folder()
     except Exception as error:  # the import of a broken installation may raise anything
         said = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -286,7 +286,7 @@ def triton_version() -> str:
 
 
 @cache
-def interpreted() -> bool:
+def is_interpreted() -> bool:
     """Return whether Triton interprets kernels on the CPU (TRITON_INTERPRET=1 when this function is first called)."""
     from triton import knobs
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from ..problem.decode import Decode
-from ..records import hashed_once
-from .tile_sizes import TileConfig, padded, shared_memory
+from ..records import hash_once
+from .tile_sizes import TileConfig, pad_width, shared_memory
 
 NATIVE_FP8 = 89
 """The first compute capability with instructions that convert float8_e4m3fn."""
@@ -19,7 +19,7 @@ MOST_ROWS = 64
 """Largest number of rows in a query tile; a row is one query of one query head."""
 
 
-@hashed_once
+@hash_once
 @dataclass(frozen=True)
 class DecodeCall:
     """The parameters that all launches of one decoding call share. ``slots``: tokens per batch row that fit into this rank's
@@ -53,7 +53,9 @@ class DecodeCall:
         """Return the tiles: ``tiles_override`` if set, else the result of ``decode_tiles``."""
         if self.tiles_override is not None:
             return self.tiles_override
-        return decode_tiles(self.rows, max(padded(self.head_dim), padded(self.v_dim)), self.dtype, self.fp8, self.capability)
+        return decode_tiles(
+            self.rows, max(pad_width(self.head_dim), pad_width(self.v_dim)), self.dtype, self.fp8, self.capability
+        )
 
     @property
     def row_tiles(self) -> int:
@@ -97,7 +99,7 @@ def decode_tiles(rows: int, width: int, dtype: str, fp8: bool, capability: int) 
 def residents(call: DecodeCall) -> int:
     """Return the programs per multiprocessor that shared memory and registers (4 programs with 16 query rows, else 2) allow."""
     itemsize = 1 if call.fp8 else 4 if call.dtype == "float32" else 2
-    tile = call.tiles.block_k * (padded(call.head_dim) + padded(call.v_dim)) * itemsize
+    tile = call.tiles.block_k * (pad_width(call.head_dim) + pad_width(call.v_dim)) * itemsize
     held = tile * max((call.tiles.stages - 1) // 2, 1) + 8 * 1024
     return max(1, min(4 if call.tiles.block_q == 16 else 2, shared_memory(call.capability) // held))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..records import hashed_once
+from ..records import hash_once
 
 TRITON_TYPES = {
     "bfloat16": "bf16",
@@ -97,7 +97,7 @@ class Output:
     over: str | None = None
 
 
-@hashed_once
+@hash_once
 @dataclass(frozen=True)
 class Launch:
     """A launch of ``grid`` programs; a kernel parameter that is in neither ``arguments`` nor ``constants`` is None. The kernel's

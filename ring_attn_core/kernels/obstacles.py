@@ -8,7 +8,7 @@ from typing import Any
 
 from .binary import stack_bytes
 from .bound_launch import layout, parameters
-from .compile import cache_folder, compiled, interpreted, triton_version
+from .compile import cache_folder, compile_launch, is_interpreted, triton_version
 from .launch import Launch
 from .tile_sizes import shared_memory
 
@@ -20,11 +20,11 @@ With Triton 3.6 and 3.9, heads of 64 and 128 need at most 352 bytes in the forwa
 
 def obstacle(launches: Iterable[Launch], capability: int, spilling: bool = True) -> str | None:
     """Return why one of the launches cannot run, or None; ``spilling``: also accept stacks above ``MOST_STACK``."""
-    if interpreted():
+    if is_interpreted():
         return None
     for launch in launches:
         try:
-            kernel = compiled(launch, capability)
+            kernel = compile_launch(launch, capability)
         except Exception as error:  # Triton, LLVM and ptxas may raise anything
             return f"its kernel {launch.kernel} does not compile with Triton {triton_version()}: {cause_of(error)}"
         reason = _of_kernel(launch, kernel, capability, spilling)

@@ -52,7 +52,7 @@ def shared_memory(capability: int) -> int:
     return {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448, 110: 232448}.get(capability, 101376)
 
 
-def padded(width: int) -> int:
+def pad_width(width: int) -> int:
     """Return the columns to which a tile pads heads of ``width``: a power of two, at least 64. Products need only 16, but those
     of Triton 3.6 are wrong on Hopper if their right operand has 16-bit rows below 128 bytes and is copied from registers, as a
     masked v is."""
@@ -123,7 +123,7 @@ def _of_512(kernel: str, capability: int, features: frozenset[str]) -> tuple[int
 def tail_of(head_dim: int, v_dim: int) -> int | None:
     """Return the width of k's second tile in the portable forward if the values are k's first ``v_dim`` columns. It is 0 if the
     first tile holds all columns, and None above ``WIDEST_TAIL``: the forward then reads k and v as separate tiles."""
-    if padded(head_dim) == padded(v_dim):
+    if pad_width(head_dim) == pad_width(v_dim):
         return 0
     return head_dim - v_dim if head_dim - v_dim <= WIDEST_TAIL else None
 
@@ -138,7 +138,7 @@ def latent_tiles(dtype: str, v_dim: int, tail: int, capability: int, features: f
     if dtype != "float32" and v_dim > 256 and by_extents and capability < 90:
         return TileConfig(32, 16, 4, 2 if shared_memory(capability) > 128 * 1024 else 1)  # 32 keys would spill
     if dtype == "float32" or v_dim <= 256 or shared_memory(capability) < 200 * 1024:
-        return choose_tiles("forward", dtype, max(v_dim, padded(tail)), v_dim, capability, features)
+        return choose_tiles("forward", dtype, max(v_dim, pad_width(tail)), v_dim, capability, features)
     if capability > 90 or by_extents or tail > 64:  # 64 keys would not fit, or spill
         return TileConfig(64, 32, 8, 2, tma=True)
     return TileConfig(64, 64, 8, 2, tma=True)  # 331 (without TMA 278, one stage of 128 keys 252, 32 keys in 3 stages 247)

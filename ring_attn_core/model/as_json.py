@@ -30,7 +30,7 @@ def read_record(kind: type[Record], text: str) -> Record:
         raise ValueError(f"{kind.__name__} is read from JSON, as to_json writes it, got {in_words(text)}: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{kind.__name__} is read from a JSON object, as to_json writes it, got a {type(values).__name__}")
-    return _made(kind, values)
+    return _make(kind, values)
 
 
 def _plain(x: Any) -> Any:
@@ -47,7 +47,7 @@ def _read(x: Any) -> Any:
     kind = TYPES.get(str(x.get("type")))
     if kind is None:
         raise ValueError(f"a record in a config has the type {' or '.join(TYPES)}, got {x.get('type')!r} in {json.dumps(x)}")
-    return _made(kind, {name: value for name, value in x.items() if name != "type"})
+    return _make(kind, {name: value for name, value in x.items() if name != "type"})
 
 
 def named_fields(record: Any) -> list[Field[Any]]:
@@ -55,7 +55,7 @@ def named_fields(record: Any) -> list[Field[Any]]:
     return sorted(fields(record), key=lambda field: field.default is not MISSING)
 
 
-def _made(kind: type[Record], values: dict[str, Any]) -> Record:
+def _make(kind: type[Record], values: dict[str, Any]) -> Record:
     known = {field.name: field for field in named_fields(kind)}
     unknown = [name for name in values if name not in known]
     if unknown:

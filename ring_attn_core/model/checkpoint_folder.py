@@ -22,7 +22,7 @@ from secrets import token_hex
 from shutil import copytree, rmtree
 from typing import Any
 
-from .folder_lock import FolderLock, locked
+from .folder_lock import FolderLock, lock
 from .progress import check_keep, check_next
 from .weight_files import to_disk
 
@@ -53,20 +53,20 @@ class CheckpointFolder:
 
     def holds(self, step: int | None) -> bool:
         """Return whether the step has a complete checkpoint; wait up to LAG seconds for it. Return True if ``step`` is None."""
-        return step is None or self._is_complete(self.where(step)) or seen(self.where(step) / RUN)
+        return step is None or self._is_complete(self.where(step)) or wait_for(self.where(step) / RUN)
 
     def begin(self, step: int) -> Path:
         """Lock the folder, delete incomplete folders that killed runs left, and return a new empty folder for a checkpoint."""
         self._check_path()
         self.path.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
-            self._lock = locked(self.path)
+            self._lock = lock(self.path)
         self._lock.check()
         check_next(step, self.steps(), self.path)
         for left in self.path.glob(f".{self._name.split('{')[0]}*"):
             rmtree(left, ignore_errors=True)
         for _, path in self._named():
-            if not self._is_complete(path) and not seen(path / RUN):
+            if not self._is_complete(path) and not wait_for(path / RUN):
                 rmtree(path, ignore_errors=True)
         new = self.path / f".{self.where(step).name}.{token_hex(8)}.saving"
         new.mkdir()
@@ -189,7 +189,7 @@ class BackgroundSaves:
             self._folder.release()
 
 
-def seen(path: Path, patience: float | None = None) -> bool:
+def wait_for(path: Path, patience: float | None = None) -> bool:
     """Return whether ``path`` exists; wait up to ``patience`` seconds (None: LAG) for it, because NFS may show it late."""
     deadline, nap = time.monotonic() + (LAG if patience is None else patience), 0.01
     while not path.exists():
@@ -216,7 +216,7 @@ def check_files(where: Path, run: dict[str, Any], suffix: str | None, part: int 
     if not isinstance(saved, dict) or not all(_is_entry(name, entry) for name, entry in saved.items()):
         raise ValueError(f"{where / RUN} must give size and SHA-256 of every file under files: {remedy}")
     for name in saved:
-        if not seen(where / name):
+        if not wait_for(where / name):
             raise ValueError(f"{where / name} is missing: {remedy}")
     theirs = [] if suffix is None else [file for file in _files(where) if file.name.endswith(suffix)]
     extra = [file for file in theirs if file.relative_to(where).as_posix() not in saved]

@@ -62,7 +62,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_forget)
 
 
-def locked(folder: Path) -> FolderLock:
+def lock(folder: Path) -> FolderLock:
     """Lock the folder and return the lock. Raise ValueError if it is already locked, as far as this process or flock knows."""
     key = os.getpid(), folder
     lock = _held.get(key)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
-from ..cache.placement import held
+from ..cache.placement import count_held
 from ..cache.spec import FP8
 from ..layouts import padded_local
 from ..masks import sliding_window
@@ -96,15 +96,15 @@ class Generation:
         chunks = [(lengths, padded_local(layout, ranks, tokens)) for _, lengths, tokens in self.chunks(padded)]
         slots = 0
         for row, end in enumerate(self.ends):
-            shares = zip(*(held(layout, ranks, local, lengths[row]) for lengths, local in chunks), strict=True)
+            shares = zip(*(count_held(layout, ranks, local, lengths[row]) for lengths, local in chunks), strict=True)
             slots = max(slots, *map(sum, shares), -(-end // ranks))
         windows = windows_of(self.config)
         if None not in windows:
             window = max(1, *windows)  # type: ignore[type-var]  # none of them is None
             room = max(local for _, local in chunks) * ranks
             if window + room < slots:
-                return {"capacity": _rounded(window + room), "window": window, "room": room}
-        return {"capacity": _rounded(slots) * ranks, "window": None, "room": None}
+                return {"capacity": _round_up(window + room), "window": window, "room": room}
+        return {"capacity": _round_up(slots) * ranks, "window": None, "room": None}
 
     def fingerprint(self) -> dict[str, Any]:
         """Return values that must be equal on all ranks: a digest of the prompts, and each option by name, lists as tuples."""
@@ -184,7 +184,7 @@ def bucket(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def _rounded(slots: int) -> int:
+def _round_up(slots: int) -> int:
     return -(-slots // SLOTS) * SLOTS
 
 

@@ -140,7 +140,7 @@ THEIRS = Naming(_config_in, llama_name, ignored_names)
 
 def their_config(config: TransformerConfig, length: int | None = None) -> dict[str, Any]:
     """Return the Hugging Face config of an equivalent model. ``length``: max_position_embeddings; None: published, or LENGTH."""
-    windows = _checked_windows(config)
+    windows = _check_windows(config)
     if length is not None:
         check_sizes(length=length)
     kind = _kind(config, windows)
@@ -269,7 +269,7 @@ def _their_rotary(rotary: Rotary | None) -> dict[str, Any]:
     return {"rope_theta": rotary.base, "rope_parameters": with_base} | ({"rope_scaling": with_base} if scaling else {})
 
 
-def _checked_windows(config: TransformerConfig) -> list[int | None]:
+def _check_windows(config: TransformerConfig) -> list[int | None]:
     """Return each layer's window, as in ``_windows``. Raise ValueError if ``config`` has a setting that transformers lacks."""
     layers = [config.attention(layer) for layer in range(config.depth)]
     refused = [name for name in ("softcap", "sinks", "alibi") if getattr(config, name)]

@@ -29,7 +29,7 @@ class ResumePoint(NamedTuple):
     more: dict[str, Any]
 
 
-def described(progress: ResumePoint, config: TransformerConfig | None) -> dict[str, Any]:
+def write_run(progress: ResumePoint, config: TransformerConfig | None) -> dict[str, Any]:
     """Return the contents of a checkpoint's run.json, in types that JSON can hold."""
     step, data, more = progress
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -39,7 +39,7 @@ def described(progress: ResumePoint, config: TransformerConfig | None) -> dict[s
     if not isinstance(more, dict):
         raise ValueError(f"more must be a dict that JSON can hold, got {in_words(more)}")
     try:
-        more = json.loads(json.dumps(_packed(more)))
+        more = json.loads(json.dumps(_pack(more)))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"more must be a dict that JSON can hold, numbers and texts: {error}") from error
     return {"step": step, "data": data, "more": more, "config": None if config is None else json.loads(config.to_json())}
@@ -71,7 +71,7 @@ def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> Re
             listed = "; ".join(f"{name} is {theirs.get(name)!r} there and {mine.get(name)!r} here" for name in names)
             raise ValueError(f"{where} is of another model: {listed}. Make the model as it was, or give this run another folder")
     try:
-        return ResumePoint(step, data, _unpacked(more))
+        return ResumePoint(step, data, _unpack(more))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"more in {where} cannot be read ({error}): the checkpoint is damaged") from error
 
@@ -99,26 +99,26 @@ def check_keep(keep: int) -> None:
         raise ValueError(f"keep must be an int of at least 1, how many checkpoints stay, got {in_words(keep)}")
 
 
-def _packed(x: Any) -> Any:
+def _pack(x: Any) -> Any:
     """Convert ``x`` to a form in which JSON preserves dicts with numbers as keys."""
     if isinstance(x, list | tuple):
-        return [_packed(each) for each in x]
+        return [_pack(each) for each in x]
     if not isinstance(x, dict):
         return x
     strange = [key for key in x if not isinstance(key, str | int | float | None)]
     if strange:
         raise TypeError(f"the key {in_words(strange[0])} is neither a text nor a number")
     if ITEMS not in x and all(isinstance(key, str) for key in x):
-        return {key: _packed(value) for key, value in x.items()}
-    return {ITEMS: [[key, _packed(value)] for key, value in x.items()]}
+        return {key: _pack(value) for key, value in x.items()}
+    return {ITEMS: [[key, _pack(value)] for key, value in x.items()]}
 
 
-def _unpacked(x: Any) -> Any:
-    """Convert the result of ``_packed`` back to its argument, except that tuples become lists."""
+def _unpack(x: Any) -> Any:
+    """Convert the result of ``_pack`` back to its argument, except that tuples become lists."""
     if isinstance(x, list):
-        return [_unpacked(each) for each in x]
+        return [_unpack(each) for each in x]
     if not isinstance(x, dict):
         return x
     if isinstance(x.get(ITEMS), list):
-        return {key: _unpacked(value) for key, value in x[ITEMS]}
-    return {key: _unpacked(value) for key, value in x.items()}
+        return {key: _unpack(value) for key, value in x[ITEMS]}
+    return {key: _unpack(value) for key, value in x.items()}

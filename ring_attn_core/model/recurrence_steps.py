@@ -22,7 +22,7 @@ def delta_rule_step(arrays: Sequence[Array], state: Array, exp: Callable[[Array]
     q, k, v, g, beta = arrays
     unit = lambda x: x * ((x * x).sum(-1)[..., None] + 1e-6) ** -0.5
     q, k = (unit(x)[:, :, None, :, None] for x in (q, k))
-    v, decay, beta, state = (_grouped(x, q.shape[1]) for x in (v, exp(g), beta, state))
+    v, decay, beta, state = (_group(x, q.shape[1]) for x in (v, exp(g), beta, state))
     state = state * decay[..., None, None]
     written = (v - (k * state).sum(-2)) * beta[..., None]
     state = state + k * written[..., None, :]
@@ -33,7 +33,7 @@ def state_space_step(arrays: Sequence[Array], state: Array, exp: Callable[[Array
     """Return the result of ``state_space`` of Mamba-2 for one token, and the state after it."""
     x, dt, A, B, C, D = arrays
     B, C = (each[:, :, None, None] for each in (B, C))
-    written, decay, state = (_grouped(each, B.shape[1]) for each in (x * dt[..., None], exp(dt * A), state))
+    written, decay, state = (_group(each, B.shape[1]) for each in (x * dt[..., None], exp(dt * A), state))
     state = state * decay[..., None, None] + written[..., None] * B
     return _heads((state * C).sum(-1)) + D[:, None] * x, _heads(state)
 
@@ -41,7 +41,7 @@ def state_space_step(arrays: Sequence[Array], state: Array, exp: Callable[[Array
 STEPS = {"gated_delta_net": delta_rule_step, "mamba2": state_space_step}
 
 
-def _grouped(x: Array, groups: int) -> Array:
+def _group(x: Array, groups: int) -> Array:
     return x.reshape(x.shape[0], groups, -1, *x.shape[2:])
 
 

@@ -91,7 +91,7 @@ def check_alike(what: str, unit: str, found: Sequence[str]) -> None:
         )
 
 
-def named(entries: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def name_entries(entries: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in entries:
         if name in found:
@@ -158,27 +158,27 @@ def differences(tables: Sequence[Table], unit: str) -> list[str]:
 def _difference(by_rank: Sequence[Sequence[Replica] | None], unit: str) -> str:
     """Return the differences of one value's replicas in words, else "". ``by_rank``: None if a table lacks the value."""
     replicas = [replica for each in by_rank for replica in each or ()]
-    kinds = _grouped((replica.kind, replica.owner) for replica in replicas)
+    kinds = _group((replica.kind, replica.owner) for replica in replicas)
     absent = [(unit, i) for i, each in enumerate(by_rank) if each is None]
     if absent:
         kinds["absent"] = absent
     if len(kinds) > 1:
-        return f" is {_listed(kinds)}"
+        return f" is {_list_groups(kinds)}"
     for part in dict.fromkeys(replica.part for replica in replicas):
-        contents = _grouped((replica.content, replica.owner) for replica in replicas if replica.part == part)
+        contents = _group((replica.content, replica.owner) for replica in replicas if replica.part == part)
         if len(contents) > 1:
-            return f" ({replicas[0].kind}{f', {part}' if part else ''}) is {_listed(contents)}"
+            return f" ({replicas[0].kind}{f', {part}' if part else ''}) is {_list_groups(contents)}"
     return ""
 
 
-def _grouped(pairs: Iterable[tuple[str, tuple[str, int]]]) -> dict[str, list[tuple[str, int]]]:
+def _group(pairs: Iterable[tuple[str, tuple[str, int]]]) -> dict[str, list[tuple[str, int]]]:
     groups: dict[str, list[tuple[str, int]]] = {}
     for content, owner in pairs:
         groups.setdefault(content, []).append(owner)
     return groups
 
 
-def _listed(groups: Mapping[str, Sequence[tuple[str, int]]]) -> str:
+def _list_groups(groups: Mapping[str, Sequence[tuple[str, int]]]) -> str:
     texts = [f"{content} on {owners(whose)}" for content, whose in groups.items()]
     return ", ".join(texts[:MOST_CONTENTS]) + _more(len(texts) - MOST_CONTENTS, ", ")
 

@@ -199,9 +199,9 @@ def inverse_frequencies(rotary: Rotary, head_dim: int, pair: Any = None) -> Any:
         return plain / scaling.factor
     if isinstance(scaling, YaRN):
         low, high = _ramp(scaling, head_dim, base)
-        kept = 1 - _clamped((pair - low) / (high - low))
+        kept = 1 - _clamp((pair - low) / (high - low))
     elif isinstance(scaling, Llama3):
-        kept = _clamped((scaling.original / (2 * pi) * plain - scaling.low) / (scaling.high - scaling.low))
+        kept = _clamp((scaling.original / (2 * pi) * plain - scaling.low) / (scaling.high - scaling.low))
     else:
         return plain
     return plain * (kept + (1 - kept) / scaling.factor)
@@ -231,6 +231,6 @@ def _ramp(scaling: YaRN, head_dim: int, base: float) -> tuple[float, float]:
     return low, high + 0.001 if low == high else high  # no division by 0, as in the authors' code
 
 
-def _clamped(x: Any) -> Any:
+def _clamp(x: Any) -> Any:
     """Return ``min(max(x, 0), 1)``, up to rounding, for a float or an array of any framework."""
     return (abs(x) - abs(x - 1) + 1) / 2

@@ -74,7 +74,7 @@ class Naming(NamedTuple):
 
 
 @contextmanager
-def opened_folder(folder: str | Path, framework: str = "np", device: str = "cpu") -> Iterator[WeightFolder]:
+def open_folder(folder: str | Path, framework: str = "np", device: str = "cpu") -> Iterator[WeightFolder]:
     """Open all files of one save, at most TRIES times if a save replaces the folder. Later saves do no harm."""
     for _ in range(TRIES):
         place = current(folder)
@@ -82,13 +82,13 @@ def opened_folder(folder: str | Path, framework: str = "np", device: str = "cpu"
             try:
                 number = os.open(place, os.O_RDONLY)  # while it is open, no other folder gets its inode
                 stack.callback(os.close, number)
-                held = _opened(place, stack, framework, device)
+                held = _open_files(place, stack, framework, device)
             except FileNotFoundError:
                 continue
             except OSError as error:
                 raise ValueError(f"{place} cannot be read: {error}") from error
             except ValueError:
-                deleted = place != resolved(folder) and resolved(folder).is_dir()  # the end of a save deletes the old folder
+                deleted = place != resolve(folder) and resolve(folder).is_dir()  # the end of a save deletes the old folder
                 if _is_at(place, number) and not deleted:  # type: ignore[possibly-undefined]
                     raise
                 continue
@@ -101,7 +101,7 @@ def opened_folder(folder: str | Path, framework: str = "np", device: str = "cpu"
 
 def current(folder: str | Path) -> Path:
     """Return ``folder``, or the folder moved aside if a save was killed. A save may hide both for a moment: look LOOKS times."""
-    folder = resolved(folder)
+    folder = resolve(folder)
     old = folder.with_name(REPLACED.format(folder.name))
     for _ in range(LOOKS):
         for place in (folder, old):
@@ -111,7 +111,7 @@ def current(folder: str | Path) -> Path:
     raise ValueError(f"{folder} is not a folder: pass one with {CONFIG} and {WEIGHTS} in it")
 
 
-def resolved(folder: str | Path) -> Path:
+def resolve(folder: str | Path) -> Path:
     """Return the path of a folder of weights, with symbolic links resolved."""
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise ValueError(f"folder must be the path of a folder of weights, a str or a Path, got {in_words(folder)}")
@@ -177,7 +177,7 @@ def differ(held: WeightFolder, one: str, other: str) -> bool:
 
 
 @contextmanager
-def opened(file: Path, framework: str = "np", device: str = "cpu") -> Iterator[Any]:
+def open_weights(file: Path, framework: str = "np", device: str = "cpu") -> Iterator[Any]:
     """Open a safetensors file for arrays of ``framework``. Raise ValueError if it is missing, damaged or not regular."""
     from safetensors import SafetensorError, safe_open
 
@@ -217,7 +217,7 @@ def to_disk(path: Path) -> None:
         os.close(number)
 
 
-def _opened(place: Path, stack: ExitStack, framework: str, device: str) -> WeightFolder:
+def _open_files(place: Path, stack: ExitStack, framework: str, device: str) -> WeightFolder:
     texts = {place / name: identity(place / name) for name in (CONFIG, INDEX) if (place / name).exists()}
     config = read_json(place / CONFIG)
     files = {}
@@ -228,7 +228,7 @@ def _opened(place: Path, stack: ExitStack, framework: str, device: str) -> Weigh
             why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
             raise ValueError(f"{path} {why}: copy or download it again") from error
         was = identity(file.fileno())
-        files[path] = WeightFile(stack.enter_context(opened(path, framework, device)), promised, file, was)
+        files[path] = WeightFile(stack.enter_context(open_weights(path, framework, device)), promised, file, was)
         _check_unwritten(path, was, path)
     for path, was in texts.items():
         _check_unwritten(path, was, path)

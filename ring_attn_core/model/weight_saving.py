@@ -15,7 +15,7 @@ from shutil import rmtree
 from typing import Any
 
 from ..files import lock_file
-from .weight_files import CONFIG, INDEX, REPLACED, SAVING, WEIGHTS, resolved, to_disk
+from .weight_files import CONFIG, INDEX, REPLACED, SAVING, WEIGHTS, resolve, to_disk
 
 LOCK = ".{}.lock"
 """Name of the lock file beside the folder ``{}``. A process locks this file while it saves the folder, and then deletes it."""
@@ -42,7 +42,7 @@ def replacing(folder: str | Path, files: Collection[str] = (CONFIG,)) -> Iterato
     weight_files.py finds one of both. If only the last fsync fails, OSError says so."""
     from safetensors import SafetensorError
 
-    folder = resolved(folder)
+    folder = resolve(folder)
     new, old = (folder.with_name(name.format(folder.name)) for name in (SAVING, REPLACED))
     _check_replaceable(folder, files)
     failed = "could not be saved, and what was there before is as it was"

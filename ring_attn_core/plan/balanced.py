@@ -29,7 +29,7 @@ from ..layouts import check_ranks
 from ..runs import Band, Run
 from ..validation import in_words, is_integer
 from .balanced_layout import BalancedLayout
-from .dealing import AS_QUERIES, deal, joined
+from .dealing import AS_QUERIES, deal, join_items
 from .documents import PackedDocuments, PairCost, count_inside
 
 
@@ -71,9 +71,9 @@ def balanced_layout(
     tokens = local * ranks
     edges, each = sorted({*packed.boundaries, tokens}), AS_QUERIES if pair_cost is None else 0
     if _later_cost_more(packed.masks):
-        return BalancedLayout(deal(joined(edges, local), edges, ranks, packed.cost_before, each), packed.length, packed.rows)
+        return BalancedLayout(deal(join_items(edges, local), edges, ranks, packed.cost_before, each), packed.length, packed.rows)
     edges, mirrored = [tokens - edge for edge in reversed(edges)], lambda position: -packed.cost_before(tokens - position)
-    dealt = deal(joined(edges, local), edges, ranks, mirrored, each)
+    dealt = deal(join_items(edges, local), edges, ranks, mirrored, each)
     back = tuple(tuple((tokens - start - length, length) for start, length in reversed(rank)) for rank in dealt)
     return BalancedLayout(back, packed.length, packed.rows)
 

@@ -9,13 +9,13 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from ..layouts import check_length
-from ..records import hashed_once
+from ..records import hash_once
 from ..runs import Run
 from ..validation import in_words
-from .documents import united
+from .documents import unite
 
 
-@hashed_once
+@hash_once
 @dataclass(frozen=True)
 class BalancedLayout:
     """The token positions of each rank as plain data. :func:`balanced_layout` computes them.
@@ -84,7 +84,7 @@ class BalancedLayout:
         """Return a layout in which each group of ``shards`` consecutive ranks is one rank, with its tokens by position."""
         groups = []
         for first in range(0, self.ranks, shards):
-            spans = united((start, start + length) for rank in self.runs[first : first + shards] for start, length in rank)
+            spans = unite((start, start + length) for rank in self.runs[first : first + shards] for start, length in rank)
             groups.append(tuple((start, end - start) for start, end in spans))
         return BalancedLayout(tuple(groups), self.length)
 

@@ -135,14 +135,14 @@ def plan_batches(
     if not is_integer(tokens_per_rank) or tokens_per_rank < 1:
         raise ValueError(f"tokens_per_rank must be an int of at least 1, got {in_words(tokens_per_rank)}")
     check_integer("seed", seed)
-    sizes, capacity = _checked(lengths), ranks * tokens_per_rank
+    sizes, capacity = _check_lengths(lengths), ranks * tokens_per_rank
     if (longest := int(sizes.max())) > capacity:
         raise ValueError(
             f"document {int(sizes.argmax())} has {longest} tokens, and a microbatch of {ranks} ranks x {tokens_per_rank} tokens "
             f"holds {capacity}: pass tokens_per_rank={-(-longest // ranks)} or more, or cut the document"
         )
     compute = cost_of(cost)
-    visible = pairs_of(sizes, compute.masks) if pairs is None else _checked_pairs(pairs, sizes)
+    visible = pairs_of(sizes, compute.masks) if pairs is None else _check_pairs(pairs, sizes)
     count = -(-int(sizes.sum()) // capacity)
     dealt = deal(sizes, visible, count, capacity, seed, compute.token)
     if dealt is None:
@@ -276,7 +276,7 @@ def best_fit(sizes: Sequence[int], order: Iterable[int], capacity: int) -> np.nd
     return placed
 
 
-def _checked(lengths: Any) -> np.ndarray:
+def _check_lengths(lengths: Any) -> np.ndarray:
     found = np.asarray(lengths) if isinstance(lengths, list | tuple | np.ndarray) else None
     if found is None or found.ndim != 1 or found.dtype.kind not in "iu" or not found.size or found.min() < 1:
         rows = document_rows(lengths)  # says which length is wrong
@@ -287,7 +287,7 @@ def _checked(lengths: Any) -> np.ndarray:
     return found.astype(np.int64)
 
 
-def _checked_pairs(pairs: Any, sizes: np.ndarray) -> np.ndarray:
+def _check_pairs(pairs: Any, sizes: np.ndarray) -> np.ndarray:
     found = np.asarray(pairs) if isinstance(pairs, list | tuple | np.ndarray) else None
     if found is None or found.shape != sizes.shape or found.dtype.kind not in "iuf":
         got = in_words(pairs) if found is None else f"{found.dtype} {list(found.shape)}"

@@ -12,10 +12,10 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from .documents import united
+from .documents import unite
 
 LEAST_CHUNK, MOST_CHUNK = 512, 2048
-"""Bounds of the size of a chunk, in tokens. Neighbouring short documents that fit into a chunk are one item (``joined``).
+"""Bounds of the size of a chunk, in tokens. Neighbouring short documents that fit into a chunk are one item (``join_items``).
 
 Fewer items give the ranks fewer runs.
 """
@@ -144,16 +144,16 @@ def deal(
     ``cuts``: boundaries of the items. ``edges``: those of documents and tree segments; a cut may move to one at most ``SNAP``
     tokens away. ``as_queries``: a run's cost in its first queries, made even by a second assignment."""
     items, local = sorted(_item(start, end, cost_before) for start, end in pairwise(cuts)), cuts[-1] // ranks
-    first = _dealt(items, edges, cost_before, local, [0.0] * ranks)
+    first = _deal_items(items, edges, cost_before, local, [0.0] * ranks)
     run_costs = [as_queries * sum(cost_before(start + 1) - cost_before(start) for start, _ in runs) for runs in first]
     most = max(max(run_costs) * ranks - sum(run_costs), sum(run_costs) - min(run_costs) * ranks)
     if not most:
         return first
     part = min(1, MOST_UNEQUAL * sum(item.cost for item in items) / most)
-    return _dealt(items, edges, cost_before, local, [cost * part for cost in run_costs])
+    return _deal_items(items, edges, cost_before, local, [cost * part for cost in run_costs])
 
 
-def _dealt(
+def _deal_items(
     items: list[_Item], edges: list[int], cost_before: Callable[[int], float], local: int, besides: list[float]
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Assign ``local`` tokens to each rank; return the ranks' runs. ``besides``: each rank's cost in addition to its queries."""
@@ -166,7 +166,7 @@ def _dealt(
     return (*dealt, _runs([(item.start, item.end) for item in items]))
 
 
-def joined(edges: list[int], local: int) -> list[int]:
+def join_items(edges: list[int], local: int) -> list[int]:
     """Join neighbouring items that together fit a chunk (an eighth of ``local``, within limits), and return the edges left."""
     chunk = min(max(local // 8, LEAST_CHUNK), MOST_CHUNK, local)
     kept = edges[:1]
@@ -178,4 +178,4 @@ def joined(edges: list[int], local: int) -> list[int]:
 
 def _runs(spans: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Return spans (start, end) as runs (start, length), sorted by position, with adjacent runs joined."""
-    return tuple((start, end - start) for start, end in united(spans))
+    return tuple((start, end - start) for start, end in unite(spans))

@@ -103,7 +103,7 @@ class PackedDocuments:
                     if queries is not None:
                         found.extend(_hull(*queries, starts[at], starts[at + 1], band) for band, _ in self.masks)
                     at += 1
-        return united(found)
+        return unite(found)
 
     @cached_property
     def _starts(self) -> list[list[int]]:
@@ -156,7 +156,7 @@ def _hull(begin: int, last: int, first: int, end: int, band: Band) -> tuple[int,
     return low, max(low, high)
 
 
-def united(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def unite(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return intervals (first, end) as sorted disjoint ones; empty ones are dropped, and adjacent ones joined."""
     united: list[tuple[int, int]] = []
     for first, end in sorted(x for x in intervals if x[0] < x[1]):

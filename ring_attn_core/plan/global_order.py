@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..layouts import named
+from ..layouts import find_layout
 from ..runs import Band
 from .balanced_layout import BalancedLayout
 from .joined import JoinedPlan, Runs
@@ -100,7 +100,7 @@ class GlobalPlan(JoinedPlan):
 
     def own_at(self, places: Sequence[int]) -> OwnRuns:
         """Return the runs of one rank that owns the queries at these positions, at least one."""
-        tiles = _merged([(tile, tile + 1) for tile in {place // TILE for place in places}])
+        tiles = _merge([(tile, tile + 1) for tile in {place // TILE for place in places}])
         slot = max(last - first for first, last in tiles)
         runs = _runs_of([tiles], slot, self.length)
         return OwnRuns(slot * TILE, runs, (rows_of(runs[0], self.k_runs[0], self.band, slot * TILE, self.k_slot),))
@@ -111,7 +111,7 @@ class GlobalPlan(JoinedPlan):
                  for rank in range(self.ranks)]  # fmt: skip
         slot = max((last - first for tiles in found for first, last in tiles), default=1)
         if isinstance(self.order, BalancedLayout):
-            found = [_merged(tiles) for tiles in found]
+            found = [_merge(tiles) for tiles in found]
             slot = -(-max(sum(last - first for first, last in tiles) for tiles in found) // CUTS) or 1
             found = [[(at, min(at + slot, last)) for first, last in tiles for at in range(first, last, slot)] for tiles in found]
         return slot * TILE, _runs_of(found, slot, length)
@@ -122,7 +122,7 @@ class GlobalPlan(JoinedPlan):
         places = lambda rank: (
             self.layout.positions(rank)
             if isinstance(self.layout, BalancedLayout)
-            else np.concatenate([run.positions() for run in named(self.order)(rank, self.ranks, local)])
+            else np.concatenate([run.positions() for run in find_layout(self.order)(rank, self.ranks, local)])
         )
         return np.array([places(rank) for rank in range(self.ranks)], np.int32)
 
@@ -138,7 +138,7 @@ def _runs_of(found: Sequence[Sequence[tuple[int, int]]], slot: int, length: int)
     return tuple(runs)
 
 
-def _merged(tiles: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge(tiles: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return ranges (first, last) of tiles in ascending order, those that meet as one."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(tiles):

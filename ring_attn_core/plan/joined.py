@@ -56,7 +56,7 @@ class JoinedPlan(RingPlan):
 
     def _joined(self, runs: Runs, shards: int, local: int) -> Runs:
         if shards == 1 or not isinstance(self.layout, BalancedLayout):
-            return _joined(runs, shards, local)
+            return _join(runs, shards, local)
         groups = self.layout.joined(shards)
         return tuple(groups.padded_runs(rank // shards) for rank in range(self.ranks))
 
@@ -84,7 +84,7 @@ class JoinedPlan(RingPlan):
         return tuple(sorted({shift * self.k_shards % self.ranks for shift in places}))
 
 
-def _joined(runs: Runs, shards: int, local: int) -> Runs:
+def _join(runs: Runs, shards: int, local: int) -> Runs:
     """Return for each rank the runs of all ranks of its group, with offsets (the first number) counted in the joined shards."""
     groups = [runs[first : first + shards] for first in range(0, len(runs), shards)]
     joined = [tuple((i * local + base, *run) for i, each in enumerate(group) for base, *run in each) for group in groups]

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from ..runs import Band
 from .balanced_layout import BalancedLayout
-from .documents import PackedDocuments, united
+from .documents import PackedDocuments, unite
 from .ring import RingPlan, Runs
 
 Intervals = tuple[tuple[int, int], ...]
@@ -82,7 +82,7 @@ class NeededPlan(RingPlan):
     def pairs(self, rank: int) -> float:
         """Return the number of visible (query, key) pairs of a rank's queries, as the mean over the layout's batch rows."""
         assert isinstance(self.layout, BalancedLayout)
-        packed = _packed(self.layout, self.mask, self.kv_length, self.by_documents)
+        packed = _pack_documents(self.layout, self.mask, self.kv_length, self.by_documents)
         return sum(map(packed.cost, self.layout.held(rank))) / len(packed.rows)
 
     def capacity(self, rank: int) -> int:
@@ -138,7 +138,7 @@ class NeededPlan(RingPlan):
 
     def available(self, rank: int) -> Intervals:
         """Return the positions (first, end) of the keys that a rank attends to, as disjoint intervals in order."""
-        return tuple(united((each.start, each.start + each.length) for each in (*self.held(rank), *self.received(rank))))
+        return tuple(unite((each.start, each.start + each.length) for each in (*self.held(rank), *self.received(rank))))
 
     def places(self, rank: int) -> list[tuple[int, Stretch]]:
         """Return (base in the shard of the step, stretch) for each stretch that ``rank`` attends to, by position."""
@@ -148,7 +148,7 @@ class NeededPlan(RingPlan):
     def held(self, rank: int) -> tuple[Stretch, ...]:
         """Return the runs of a rank's own keys in shard order. Padding is cut off."""
         assert isinstance(self.layout, BalancedLayout)
-        return _held(self.layout)[rank]
+        return _runs_of_tokens(self.layout)[rank]
 
 
 def check_available(extents: Any, plan: NeededPlan, rank: int) -> None:
@@ -184,7 +184,7 @@ def unavailable(extents: Any, plan: NeededPlan, rank: int) -> str | None:
 @lru_cache(maxsize=64)  # an entry per batch of packed documents, some 50 KB for 8 ranks
 def _stretches(layout: BalancedLayout, mask: Band, length: int, by_documents: bool) -> tuple[tuple[Stretch, ...], ...]:
     """Return for each rank the keys of other ranks that its queries see, by position; ``length``: keys without padding."""
-    packed, held = _packed(layout, mask, length, by_documents), sorted(chain.from_iterable(_held(layout)))
+    packed, held = _pack_documents(layout, mask, length, by_documents), sorted(chain.from_iterable(_runs_of_tokens(layout)))
     starts = [each.start for each in held]
     found = []
     for reader in range(layout.ranks):
@@ -202,12 +202,12 @@ def _stretches(layout: BalancedLayout, mask: Band, length: int, by_documents: bo
 
 
 @lru_cache(maxsize=8)
-def _packed(layout: BalancedLayout, mask: Band, length: int, by_documents: bool) -> PackedDocuments:
+def _pack_documents(layout: BalancedLayout, mask: Band, length: int, by_documents: bool) -> PackedDocuments:
     return PackedDocuments(layout.documents if by_documents and layout.documents else ((length,),), ((mask, 1),))
 
 
 @lru_cache(maxsize=8)  # the plans of all masks, and all methods of a plan, share an entry
-def _held(layout: BalancedLayout) -> tuple[tuple[Stretch, ...], ...]:
+def _runs_of_tokens(layout: BalancedLayout) -> tuple[tuple[Stretch, ...], ...]:
     """Return each rank's runs in shard order. Padding is cut off, and a run of padding alone is left out."""
     return tuple(
         tuple(Stretch(start, length, owner, base) for base, length, start, _ in layout.padded_runs(owner) if length)

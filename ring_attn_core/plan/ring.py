@@ -136,7 +136,7 @@ class RingPlan:
     def _runs(self, rank: int, local: int, length: int) -> tuple[tuple[int, int, int, int], ...]:
         if isinstance(self.order, BalancedLayout):
             return self.order.padded_runs(rank)
-        slots = layouts.named(self.order)(rank, self.ranks, local)
+        slots = layouts.find_layout(self.order)(rank, self.ranks, local)
         kept = [slot.before(length) for slot in slots]
         return tuple((i * slots[0].length, run.length, run.start, run.stride) for i, run in enumerate(kept))
 
@@ -144,7 +144,7 @@ class RingPlan:
         """Return the global positions of a rank's queries, padding included, in shard order; padding has positions >= length."""
         if isinstance(self.layout, BalancedLayout):
             return self.layout.positions(rank)
-        slots = layouts.named(self.layout)(rank, self.ranks, self.seq_local)
+        slots = layouts.find_layout(self.layout)(rank, self.ranks, self.seq_local)
         return [position for slot in slots for position in slot.positions()]
 
     @property

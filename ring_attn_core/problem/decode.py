@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..records import hashed_once
+from ..records import hash_once
 from ..validation import hold_numbers, in_words, is_integer, number_in_words
 from .checks import DTYPES, FARTHEST, INTEGERS, OptionalArray, check_expected, check_scale, check_shapes, check_softcap
 
@@ -42,7 +42,7 @@ class DecodeArrays(NamedTuple):
         return self.q_positions[:, :1] + self.tree_mask.sum(-1, dtype=self.q_positions.dtype) - 1
 
 
-@hashed_once
+@hash_once
 @dataclass(frozen=True, kw_only=True)
 class Decode:
     """One call of ``tree_attention_decode`` on one rank, hashable. Shapes: q ``[batch, queries, heads, head_dim]`` on every rank,

@@ -11,7 +11,7 @@ from ..layouts import plain_length
 from ..masks import causal, check_mask, with_numbers
 from ..plan.balanced_layout import BalancedLayout
 from ..plan.ring import check_steps
-from ..records import hashed_once
+from ..records import hash_once
 from ..runs import Band
 from ..validation import hold_numbers, in_words, number_in_words
 from .checks import check_dropout_rate, check_scale, check_softcap
@@ -21,7 +21,7 @@ NO_COUNT = 2**62
 """The count that stands for None. Token counts and the sides of masks stay below it, so that their sums fit int64."""
 
 
-@hashed_once
+@hash_once
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of one call of ``ring_attention`` or ``attend_block``: its arguments except arrays, ring and position runs.

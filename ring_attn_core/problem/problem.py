@@ -8,14 +8,14 @@ from typing import Any
 
 from ..plan.balanced_layout import BalancedLayout
 from ..plan.ring import RingPlan
-from ..records import hashed_once
+from ..records import hash_once
 from .auto import choose
 from .checks import DTYPES, OptionalArray, check_array, check_shapes
 from .options import Options
-from .strategies import IN_GLOBAL_ORDER, Strategy, check_device, check_fit, chosen, plan_of_steps
+from .strategies import IN_GLOBAL_ORDER, Strategy, check_device, check_fit, plan_of_steps, resolve_strategy
 
 
-@hashed_once
+@hash_once
 @dataclass(frozen=True)
 class Problem:
     """One call of ``ring_attention`` on one rank, as hashable data without arrays.
@@ -72,7 +72,7 @@ class Problem:
     @cached_property
     def strategy(self) -> str:
         """Return the name of the strategy that runs this problem: "ring" if no keys travel, else the name of ``travel``."""
-        return chosen(self.travel, self.plan)
+        return resolve_strategy(self.travel, self.plan)
 
     @cached_property
     def travel(self) -> Strategy:

@@ -68,14 +68,14 @@ def name_of(strategy: Strategy) -> str:
     return "ring" if name == "auto" else name
 
 
-def chosen(strategy: Strategy, plan: RingPlan) -> str:
+def resolve_strategy(strategy: Strategy, plan: RingPlan) -> str:
     """Return the name of the strategy that runs a call: "ring" if ``plan`` moves no keys, else the name of ``strategy``."""
     return name_of(strategy) if plan.travels or strategy == IN_GLOBAL_ORDER else "ring"
 
 
 def plan_of_steps(strategy: Strategy, plan: RingPlan, heads: int, kv_heads: int, extents: bool) -> RingPlan:
     """Return the plan that the strategy's steps follow; it is ``plan`` if no keys travel."""
-    name, own = chosen(strategy, plan), {field.name: getattr(plan, field.name) for field in fields(RingPlan)}
+    name, own = resolve_strategy(strategy, plan), {field.name: getattr(plan, field.name) for field in fields(RingPlan)}
     if name == "direct" and isinstance(plan.layout, BalancedLayout):
         return NeededPlan(**own, by_documents=extents)
     if name == "direct":

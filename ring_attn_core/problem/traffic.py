@@ -96,7 +96,7 @@ def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
     JAX pads each nonempty slice to the longest of any rank at the same key run and shift, and the padding counts."""
     plan, even = problem.steps, problem.framework == "jax"
     if isinstance(plan, NeededPlan):
-        return _needed(problem, plan, rank)
+        return _balanced_direct(problem, plan, rank)
     assert isinstance(plan, DirectPlan)
 
     def sizes(owner: int, shift: int) -> list[SentSizes]:
@@ -111,7 +111,7 @@ def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
     return keys, keys + gradients
 
 
-def _needed(problem: Problem, plan: NeededPlan, rank: int) -> tuple[Traffic, Traffic]:
+def _balanced_direct(problem: Problem, plan: NeededPlan, rank: int) -> tuple[Traffic, Traffic]:
     """Return the traffic (forward, backward) of ``rank`` with "direct" in a balanced layout; a key mask takes 1 byte per key."""
     others = [other for other in range(plan.ranks) if other != rank % plan.ranks]
     padded = problem.framework == "jax"

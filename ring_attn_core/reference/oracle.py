@@ -165,7 +165,7 @@ def _attention(arrays: _Arrays, mask: Band, features: Features, dtype: Any, roun
         rows, keys = np.s_[..., i0:i1, :], np.s_[..., j0:j1, :]
         hiding = features.extents, features.key_mask, features.key_extents
         seen = visible(mask, range(i0, i1), range(j0, j1), *hiding)[:, None, None]
-        scores, steepness = _softcapped((q_[rows] @ k_[keys].swapaxes(-1, -2)) * scale, features.softcap)
+        scores, steepness = _softcap((q_[rows] @ k_[keys].swapaxes(-1, -2)) * scale, features.softcap)
         if features.alibi_slopes is not None:
             scores = scores + per_head(features.alibi_slopes) * (np.arange(j0, j1) - np.arange(i0, i1)[:, None]).astype(dtype)
         scores = np.where(seen, scores, -np.inf)
@@ -192,7 +192,7 @@ def _attention(arrays: _Arrays, mask: Band, features: Features, dtype: Any, roun
     return Attention(whole(out), whole(lse)[..., 0], *gradients)
 
 
-def _softcapped(scores: Array, cap: float | None) -> tuple[Array, Array | float]:
+def _softcap(scores: Array, cap: float | None) -> tuple[Array, Array | float]:
     """Return ``cap * tanh(scores / cap)`` and its derivative by the scores. If ``cap`` is None, return the scores and 1."""
     if cap is None:
         return scores, 1.0

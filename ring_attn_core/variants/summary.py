@@ -30,14 +30,14 @@ from ..masks import causal, sliding_window
 from ..plan.ring import RingPlan
 from ..problem.checks import DTYPES, OptionalArray
 from ..problem.options import NO_COUNT, Options
-from ..records import hashed_once
+from ..records import hash_once
 from ..runs import Band, clamp, only_where
 from ..validation import hold_numbers, in_words, number_in_words
 
 POOLINGS = ("attention", "mean")
 
 
-@hashed_once
+@hash_once
 @dataclass(frozen=True, kw_only=True)
 class SummaryOptions:
     """The options of a ``summary_attention`` call; the backend's name and the sign of ``length`` are not checked here."""
@@ -128,7 +128,7 @@ class SentBytes(NamedTuple):
     backward: int
 
 
-@hashed_once
+@hash_once
 @dataclass(frozen=True)
 class SummaryPlan:
     """The plan of summary attention over a ring. ``local``: tokens of a shard, padding included.
@@ -212,7 +212,7 @@ class SummaryPlan:
         return SentBytes(len(hops) * keys + summaries, len(hops) * keys + (len(hops) + home) * numbers * wide + summaries)
 
 
-def checked(shapes: dict[str, tuple[int, ...]], pool: OptionalArray | None, options: SummaryOptions, ranks: int) -> SummaryPlan:
+def plan_call(shapes: dict[str, tuple[int, ...]], pool: OptionalArray | None, options: SummaryOptions, ranks: int) -> SummaryPlan:
     """Return the plan of a call. ``shapes``: of q, k and v. ``pool``: shape and dtype of the pooling's queries, or None."""
     for name, shape in shapes.items():
         if len(shape) != 4:

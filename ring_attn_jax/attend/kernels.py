@@ -18,7 +18,7 @@ from ring_attn_core.kernels.portable import launches as portable
 from ring_attn_core.runs import Band
 
 from .backend import sink_gradient
-from .keys import Keys, along_tokens, clipped
+from .keys import Keys, along_tokens, clip
 from .launch import launch
 from .one_run import as_one_run
 from .score import Score
@@ -184,7 +184,7 @@ def _arrays(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> dict[str
     else:
         arrays["k"], arrays["v"] = keys.kv, keys.v
     if score.extents is not None:
-        arrays["extents"] = clipped(score.extents)
+        arrays["extents"] = clip(score.extents)
     if keys.extents is not None:
         arrays["key_extents"] = keys.extents
     if keys.bits is not None:

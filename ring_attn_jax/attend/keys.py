@@ -40,7 +40,7 @@ def pack(
     if key_mask is not None:
         arrays = [jnp.where(key_mask[..., None, None], x, 0) for x in arrays]
         bits = bits_of(key_mask)
-    return Keys(arrays[0], bits, arrays[1] if len(arrays) == 2 else None, None if key_extents is None else clipped(key_extents))
+    return Keys(arrays[0], bits, arrays[1] if len(arrays) == 2 else None, None if key_extents is None else clip(key_extents))
 
 
 def bits_of(key_mask: jax.Array) -> jax.Array:
@@ -48,7 +48,7 @@ def bits_of(key_mask: jax.Array) -> jax.Array:
     return jnp.packbits(key_mask, axis=1, bitorder="little")
 
 
-def clipped(extents: jax.Array) -> jax.Array:
+def clip(extents: jax.Array) -> jax.Array:
     """Return extents [b n 2] of any integer dtype as int32, clipped to 0 .. ``BEYOND``."""
     extents = jnp.maximum(extents, 0)
     return (jnp.minimum(extents, BEYOND) if extents.dtype.itemsize >= 4 else extents).astype(jnp.int32)
@@ -59,7 +59,7 @@ def unpack(keys: Keys) -> jax.Array | None:
     return None if keys.bits is None else _mask_of(keys.bits, keys.kv.shape[1])
 
 
-def joined(parts: Keys, tokens: int) -> Keys:
+def join(parts: Keys, tokens: int) -> Keys:
     """Concatenate shards of ``tokens`` tokens. Each array of ``parts`` stacks all shards, [shards b ...]; k and v are packed."""
     bits = parts.bits
     if bits is not None:
@@ -78,7 +78,7 @@ def along_tokens(function: Callable[[jax.Array], jax.Array], keys: Keys) -> Keys
     return part if part.bits is None else part._replace(bits=bits_of(part.bits))
 
 
-def placed(parts: Sequence[tuple[jax.Array, Keys]], like: Keys) -> Keys:
+def place(parts: Sequence[tuple[jax.Array, Keys]], like: Keys) -> Keys:
     """Return keys shaped as ``like`` that hold each part (first, keys) from token ``first`` on; the rest is 0 and masked."""
     if len(parts) == 1 and parts[0][1].kv.shape == like.kv.shape:
         return parts[0][1]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring_attn_core.kernels.compile import compiled, kernel_function
+from ring_attn_core.kernels.compile import compile_launch, kernel_function
 from ring_attn_core.kernels.launch import Descriptor, Launch, Scalar, encodings
 
 from ..axes import axes_of
@@ -56,7 +56,7 @@ def _opaque(launch: Launch, capability: int) -> bytes:
     """Return the payload of the custom call: the compiled kernel, its grid, and how to pass each parameter."""
     from jaxlib import gpu_triton
 
-    kernel = compiled(launch, capability)
+    kernel = compile_launch(launch, capability)
     made = kernel.metadata
     descriptors = iter(encodings(kernel))
     arguments, parameters = dict(launch.arguments), []

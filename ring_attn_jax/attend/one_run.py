@@ -20,7 +20,7 @@ from ring_attn_core.kernels.call import BEYOND
 from ring_attn_core.runs import Band, Row
 
 from .backend import Backend
-from .keys import Keys, clipped
+from .keys import Keys, clip
 from .score import Score
 from .state import Arrived, BackwardInputs, Gradients, State
 
@@ -35,7 +35,7 @@ def as_one_run(rows: jax.Array, keys: Keys, score: Score, queries: int, band: Ba
     if score.extents is None:
         extents = jnp.broadcast_to(jnp.stack([least[:, 0], most[:, 1]], -1), (batch, queries, 2))
     else:
-        extents = jnp.clip(clipped(score.extents), least, most)
+        extents = jnp.clip(clip(score.extents), least, most)
     key_extents = None if keys.extents is None else _local(q_pos, keys.extents)
     none = jnp.zeros((), jnp.int32)
     one = Row(none - tokens, none + queries, none, q_runs[:, 1].sum(), none, none, k_runs[:, 1].sum(), none, none + 1, none)
@@ -58,7 +58,7 @@ def positions_of(runs: jax.Array, tokens: int) -> jax.Array:
 
 def impossible(extents: jax.Array, at: jax.Array) -> jax.Array:
     """Return bool [b s], True unless ``0 <= first <= end`` or the query is padding. ``at``: the queries' positions [s]."""
-    first, end = jnp.unstack(clipped(extents), axis=-1)
+    first, end = jnp.unstack(clip(extents), axis=-1)
     return (at[None] < BEYOND) & ((extents < 0).any(-1) | (end < first))
 
 
@@ -85,21 +85,21 @@ class TracedRuns:
         return self.backend.two_arrays
 
     def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
-        return self.backend.attend(q, *_converted(q, keys, rows, score), total, last)
+        return self.backend.attend(q, *_convert(q, keys, rows, score), total, last)
 
     def backward_inputs(
         self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State
     ) -> BackwardInputs:
-        query = self.backend.backward_inputs(q, *_converted(q, keys, rows, score), total, dtotal)
+        query = self.backend.backward_inputs(q, *_convert(q, keys, rows, score), total, dtotal)
         return query._replace(bounds=None)  # each step computes its own bounds
 
     def attend_backward(
         self, query: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, arrived: Arrived, last: bool
     ) -> tuple[jax.Array, Gradients]:
-        return self.backend.attend_backward(query, *_converted(query.q, keys, rows, score), dq, arrived, last)
+        return self.backend.attend_backward(query, *_convert(query.q, keys, rows, score), dq, arrived, last)
 
 
-def _converted(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> tuple[Keys, jax.Array, Score]:
+def _convert(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> tuple[Keys, jax.Array, Score]:
     """Return the keys, rows and score of a step with indices in the two shards in place of token positions.
 
     Query extents become intervals of key indices, and key extents intervals of query indices.

@@ -57,15 +57,13 @@ def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> jax.Array:
     return pairs
 
 
-def merged_by_kernel(pairs: jax.Array, call: DecodeCall, ranks: int | None) -> jax.Array:
+def merge_by_kernel(pairs: jax.Array, call: DecodeCall, ranks: int | None) -> jax.Array:
     """Merge packed pairs [pairs b n h e+1], of ``ranks`` ranks or (None) of splits, into one pair [b n h e+1] by a kernel."""
     (pair,) = launch(launches.merge_pairs(call, ranks, False), {"pairs": pairs})
     return pair
 
 
-def ended_by_kernel(
-    pairs: jax.Array, sinks: jax.Array | None, call: DecodeCall, ranks: int | None
-) -> tuple[jax.Array, jax.Array]:
+def end_by_kernel(pairs: jax.Array, sinks: jax.Array | None, call: DecodeCall, ranks: int | None) -> tuple[jax.Array, jax.Array]:
     """Merge packed pairs [pairs b n h e+1], of ``ranks`` ranks or (None) of splits, and the sinks by a kernel.
 
     Return out [b n h e] in q's dtype and lse [b n h] in float32.
@@ -75,7 +73,7 @@ def ended_by_kernel(
     return out, lse
 
 
-def merged(pairs: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def merge(pairs: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Merge packed (out, lse) pairs [pairs b n h e+1] and the sinks. Return out [b n h e] and lse [b n h] in the pairs' dtype."""
     outs, lses = pairs[..., :-1], pairs[..., -1]
     sinks = None if sinks is None else sinks.astype(lses.dtype)[None, None]

@@ -82,7 +82,7 @@ def round_the_ring(inputs: OpInputs, decision: Decision, axis_name: str, total: 
     return on_auto_axes(forward, sharded_state(inputs))(inputs, total)
 
 
-def recorded(decision: Decision) -> Decision:
+def decide_forward(decision: Decision) -> Decision:
     """Return the decision on a forward that a backward follows: a backend named by the user reads v as an array in both."""
     return decision if decision.problem.options.backend == "auto" else decision.backward
 
@@ -94,7 +94,7 @@ def sharded_state(inputs: OpInputs) -> Any:
 
 
 def _forward(inputs: OpInputs, decision: Decision, axis_name: str) -> tuple[tuple[jax.Array, jax.Array], tuple[OpInputs, State]]:
-    out, lse, rest = round_the_ring(inputs, recorded(decision), axis_name)
+    out, lse, rest = round_the_ring(inputs, decide_forward(decision), axis_name)
     total = State(checkpoint_name(out, OUT_NAME), *checkpoint_name((lse, rest), LSE_NAME))
     return total[:2], (inputs, total)
 

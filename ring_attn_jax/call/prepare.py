@@ -12,7 +12,7 @@ from ring_attn_core.problem.problem import Problem
 
 from ..attend.dropout import DropoutState
 from ..attend.launch import capability, makes_descriptors
-from ..axes import described, dtype_names
+from ..axes import describe_arrays, dtype_names
 
 
 class Arrays(NamedTuple):
@@ -42,7 +42,7 @@ def problem_of(q: Any, k: Any, v: Any, arrays: Arrays, ranks: int, options: Opti
         jax.default_backend(),
         ranks,
         options,
-        described(arrays._replace(dropout_seed=None, positions=None)._asdict()) + seed,
+        describe_arrays(arrays._replace(dropout_seed=None, positions=None)._asdict()) + seed,
         capability(),
         tma=makes_descriptors(),
         traced_layout=arrays.positions is not None,

@@ -16,7 +16,7 @@ from ..attend.dropout import dropout_state
 from ..axes import dtype_names
 from .autograd import attention
 from .prepare import Arrays
-from .traced import TracedLayout, traced
+from .traced import TracedLayout, trace_layout
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -128,6 +128,6 @@ def ring_attention(
     arrays = Arrays(extents, key_mask, sinks, alibi_slopes, state, key_extents)
     if isinstance(layout, TracedLayout):
         dtype_names(q, k, k if v is None else v)  # raises ValueError if one is not an array
-        options, arrays = traced(options, layout, arrays, q.shape, axis_name)
+        options, arrays = trace_layout(options, layout, arrays, q.shape, axis_name)
     out, lse = attention(q, k, v, arrays, options, axis_name)
     return (out, lse) if return_lse else out

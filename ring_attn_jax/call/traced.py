@@ -18,7 +18,7 @@ from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.strategies import name_of
 from ring_attn_core.validation import in_words
 
-from ..attend.keys import clipped
+from ..attend.keys import clip
 from ..attend.one_run import impossible, limits
 from .prepare import Arrays
 
@@ -60,7 +60,7 @@ class TracedLayout:
         check_layout(self, ranks, length)
 
 
-def traced(options: Options, layout: TracedLayout, arrays: Arrays, shape: tuple[int, ...], axis_name: str | None) -> Any:
+def trace_layout(options: Options, layout: TracedLayout, arrays: Arrays, shape: tuple[int, ...], axis_name: str | None) -> Any:
     """Return ``options`` and ``arrays`` of a call in ``layout``, converted to those of a call on contiguous shards.
 
     The new arrays hold the layout's positions, and extents that express the mask and hide the padding. ``shape``: the shape of q,
@@ -90,7 +90,7 @@ def traced(options: Options, layout: TracedLayout, arrays: Arrays, shape: tuple[
     if held is None:
         held = jnp.broadcast_to(jnp.array([0, layout.length], jnp.int32), (*shape[:2], 2))
     wrong = impossible(held, at)[..., None]
-    extents = jnp.where(wrong, jnp.array([-1, layout.length], jnp.int32), jnp.clip(clipped(held), least, most))
+    extents = jnp.where(wrong, jnp.array([-1, layout.length], jnp.int32), jnp.clip(clip(held), least, most))
     plain = replace(options, layout="contiguous", mask=full(), length=None, kv_length=None)
     return plain, arrays._replace(extents=extents, positions=table.reshape(-1))
 

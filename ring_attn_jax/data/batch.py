@@ -16,7 +16,7 @@ from ring_attn_core.data.trees import batch_of_trees, longest_path, trees_of
 from ring_attn_core.layouts import ShardLength
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 
-from .extents import converted, document_extents, integers, on_host, whole
+from .extents import convert, document_extents, integers, on_host, whole
 from .layout import _order, positions, to_layout
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def shard_batch(
     ids = whole(integers("ids", ids, "batch", "length"), 1)
     owner, extents = jnp.zeros_like(ids), None  # the document of each token, negative for padding
     if documents is not None:
-        owner = _shaped_like(ids, documents=integers("documents", documents, "batch", "length"))
+        owner = _check_shaped_like(ids, documents=integers("documents", documents, "batch", "length"))
         extents = document_extents(owner)
     key_extents = path_positions = longest = None
     if tree is not None:
@@ -117,14 +117,14 @@ def shard_batch(
         longest = longest_path(trees_of(*tree))
     layout = make_layout(layout, ranks, ids.shape[1], tree, partial(on_host, owner))
     if key_mask is not None:
-        key_mask = converted("key_mask", key_mask)
+        key_mask = convert("key_mask", key_mask)
         check_key_mask(key_mask.dtype == bool, key_mask.dtype)
-        key_mask = _shaped_like(ids, key_mask=key_mask)
+        key_mask = _check_shaped_like(ids, key_mask=key_mask)
         owner = jnp.where(key_mask, owner, -1)
     given = labels is not None and documents is not None
     if labels is None:
         labels = jnp.where(_next(owner, -1) == owner, _next(ids, ignore_index), ignore_index)
-    labels = _shaped_like(ids, labels=integers("labels", labels, "batch", "length"))
+    labels = _check_shaped_like(ids, labels=integers("labels", labels, "batch", "length"))
     if given:
         check_labels(on_host(labels), on_host(ids), on_host(owner))
     labels = jnp.where(owner < 0, ignore_index, labels)
@@ -145,7 +145,7 @@ def shard_batch(
     return Shard(shard(ids), shard(labels, ignore_index), where, extents, key_mask, length, key_extents, dealt, longest)
 
 
-def _shaped_like(ids: jax.Array, **array: jax.Array) -> jax.Array:
+def _check_shaped_like(ids: jax.Array, **array: jax.Array) -> jax.Array:
     ((name, x),) = array.items()
     check_shape(name, tuple(x.shape), tuple(ids.shape))
     return whole(x, 1)

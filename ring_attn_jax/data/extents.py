@@ -55,7 +55,7 @@ def prefix_extents(prefix: int | Int[Array, " batch"], length: int) -> Int[Array
     not an integer, or if ``prefix`` is outside 0 .. length. The value of a traced prefix is not checked.
     """
     check_length(length)
-    first = integers("prefix", prefix, *(["batch"] if converted("prefix", prefix).ndim else []))
+    first = integers("prefix", prefix, *(["batch"] if convert("prefix", prefix).ndim else []))
     check_prefix(on_host(first), length)
     end = jnp.maximum(first.reshape(-1, 1), jnp.arange(1, length + 1, dtype=first.dtype)[None]).astype(jnp.int32)
     return jnp.stack([jnp.zeros_like(end), end], -1)
@@ -63,7 +63,7 @@ def prefix_extents(prefix: int | Int[Array, " batch"], length: int) -> Int[Array
 
 def integers(name: str, x: Any, *dims: str) -> jax.Array:
     """Return ``x`` as an array of int32, or of int64 if its dtype is int64. ``dims``: the names of its dimensions."""
-    array = converted(name, x)
+    array = convert(name, x)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim != len(dims):
         raise ValueError(f"{name} must be integers [{', '.join(dims)}], got {array.dtype} {list(array.shape)}")
     if array.dtype not in (jnp.int32, jnp.int64):
@@ -74,7 +74,7 @@ def integers(name: str, x: Any, *dims: str) -> jax.Array:
     return array
 
 
-def converted(name: str, x: Any) -> jax.Array:
+def convert(name: str, x: Any) -> jax.Array:
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError, OverflowError) as error:

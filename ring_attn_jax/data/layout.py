@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from ring_attn_core.layouts import check_pad_value, check_padded, check_rank, check_ranks, named, padded_local
+from ring_attn_core.layouts import check_pad_value, check_padded, check_rank, check_ranks, find_layout, padded_local
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.checks import check_along, check_number
 
@@ -74,8 +74,8 @@ def positions(
         layout.check(ranks, length)
         return jnp.asarray(every_position(layout))[rank]
     local = padded_local(layout, ranks, length)
-    starts = [[run.start for run in named(layout)(r, ranks, local)] for r in range(ranks)]
-    slot = named(layout)(0, ranks, local)[0]
+    starts = [[run.start for run in find_layout(layout)(r, ranks, local)] for r in range(ranks)]
+    slot = find_layout(layout)(0, ranks, local)[0]
     start = jnp.asarray(starts, jnp.int32)[rank]
     return (start[:, None] + slot.stride * jnp.arange(slot.length, dtype=jnp.int32)[None]).reshape(-1)
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from ring_attn_core.data.dense_masks import HEADS_DIFFER, NEITHER, DenseMaskArguments, both, dense_mask_arguments
 from ring_attn_core.keywords import named_keywords
-from ring_attn_core.layouts import named
+from ring_attn_core.layouts import find_layout
 from ring_attn_core.masks import causal, full
 from ring_attn_core.model.checks import check_flags
 from ring_attn_core.plan.ring import RingPlan
@@ -90,7 +90,7 @@ def dot_product_attention(
             'NVIDIA GPUs, or "xla"'
         )
     unbatched = getattr(query, "ndim", 4) == 3
-    q, k, v = (_batched(name, x, unbatched) for name, x in (("query", query), ("key", key), ("value", value)))
+    q, k, v = (_batch(name, x, unbatched) for name, x in (("query", query), ("key", key), ("value", value)))
     shards = Shards.of(q, k, axis_name, layout, (length, kv_length))
     parts, fits = DenseMaskArguments(full()), None
     if mask is not None:
@@ -122,7 +122,7 @@ class Shards(NamedTuple):
     @classmethod
     def of(cls, q: Any, k: Any, axis_name: str | None, layout: str, lengths: tuple[int | None, int | None]) -> Shards:
         """Return the Shards of q and k [batch, tokens, heads, head_dim]."""
-        named(layout)
+        find_layout(layout)
         instead = "pass axis_name=None for one device"
         ranks = 1 if axis_name is None else ring_size(axis_name, "functional.dot_product_attention", instead)
         layout = layout if ranks > 1 else "contiguous"  # for one rank all layouts are the same, and this one is never padded
@@ -132,7 +132,7 @@ class Shards(NamedTuple):
     def positions(self, side: int) -> jax.Array:
         """Return the positions of this rank's tokens, int32 [tokens]. ``side``: 0 for the queries, 1 for the keys."""
         rank = 0 if self.axis_name is None else lax.axis_index(self.axis_name)
-        runs = named(self.layout)(rank, self.ranks, self.local[side])  # type: ignore[arg-type]  # arithmetic on a traced rank
+        runs = find_layout(self.layout)(rank, self.ranks, self.local[side])  # type: ignore[arg-type]  # arithmetic on a traced rank
         return jnp.concatenate([run.start + run.stride * jnp.arange(run.length, dtype=jnp.int32) for run in runs])
 
     def own(self, x: Any, side: int) -> jax.Array | None:
@@ -168,7 +168,7 @@ class Shards(NamedTuple):
         return out.astype(qkv[0].dtype), lse
 
 
-def _batched(name: str, x: Any, unbatched: bool) -> jax.Array:
+def _batch(name: str, x: Any, unbatched: bool) -> jax.Array:
     if not hasattr(x, "ndim") or x.ndim != (3 if unbatched else 4):
         raise ValueError(f"{name} must be [batch, tokens, heads, head_dim], or all three without the batch, got {in_words(x)}")
     return x[None] if unbatched else x
@@ -208,7 +208,7 @@ def _mask_arguments_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[Den
     values = on_host(mask)
     if values is None:
         visible = jnp.broadcast_to(jnp.reshape(mask, sizes), (*sizes[:2], queries, keys))
-        parts, fits = _traced_mask_arguments(visible[:, 0])
+        parts, fits = _trace_mask_arguments(visible[:, 0])
         return parts, fits & (visible == visible[:, :1]).all((1, 3))
     visible = values.reshape(sizes)
     if not (visible == visible[:, :1]).all():
@@ -221,7 +221,7 @@ def _mask_arguments_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[Den
     return parts, None
 
 
-def _traced_mask_arguments(visible: jax.Array) -> tuple[DenseMaskArguments, jax.Array]:
+def _trace_mask_arguments(visible: jax.Array) -> tuple[DenseMaskArguments, jax.Array]:
     """Return the tightest extents around ``visible`` [rows, queries, keys], and bool [rows, queries]: True if they are exact."""
     extents, key_extents = _hull(visible), _hull(visible.swapaxes(1, 2))
     query = jnp.arange(visible.shape[1], dtype=jnp.int32)[None, :, None]

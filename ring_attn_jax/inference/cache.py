@@ -19,8 +19,8 @@ from ring_attn_core.validation import is_integer
 
 from ..axes import ring_size, vary_alike
 from .requests import DATA, META, Lengths, Requests, Rows
-from .scales import checked_scales, of_first, quantized
-from .step import CachedRequests, DecodeStep, appended, prefilled
+from .scales import make_scales, of_first, quantize
+from .step import CachedRequests, DecodeStep, append_chunk, append_tokens
 
 
 class LayerPart(NamedTuple):
@@ -108,7 +108,7 @@ class KVCache(Requests):
         spec = CacheSpec.of(config, batch, capacity, ranks, dtype=_name(dtype), **options)
         zeros = lambda shape: jnp.zeros((batch, *shape), spec.state_dtype)
         states = tuple((zeros(conv), zeros(state)) for conv, state in spec.states)
-        arrays = *_empty(spec, 1 if mesh is None else ranks), *checked_scales(spec, k_scale, v_scale)
+        arrays = *_empty(spec, 1 if mesh is None else ranks), *make_scales(spec, k_scale, v_scale)
         cache = cls(*arrays, spec=spec, axis_name=axis_name, states=states)
         if mesh is None:
             k, v, where = vary_alike((axis_name,), cache.k, cache.v, cache.positions)
@@ -131,7 +131,7 @@ class KVCache(Requests):
             checks.check_valid(shape, dtype, (self.spec.batch if some is None else len(some), tokens))
         held = self._held(some)
         meta: dict[str, Any] = {"tokens": tokens, "layout": None, "length": tokens, "fresh": False, "ragged": False, "rows": some}
-        return DecodeStep(**appended(held, tokens, valid), **meta, before=held.lengths)
+        return DecodeStep(**append_tokens(held, tokens, valid), **meta, before=held.lengths)
 
     def prefill_step(
         self,
@@ -170,7 +170,7 @@ class KVCache(Requests):
             arrays = {"k_scale": self.k_scale.at[layer].set(scales[0]), "v_scale": self.v_scale.at[layer].set(scales[1])}
         for name, new, scale in (("k", k, scales[0]), ("v", v, scales[1])):
             new = new if step.source is None else jnp.take_along_axis(new, step.source[..., None, None], 1)
-            new = quantized(new, scale) if self.spec.float8 else new
+            new = quantize(new, scale) if self.spec.float8 else new
             kept, new, slots = vary_alike((self.axis_name,), getattr(self, name), new, step.slots)
             arrays[name] = kept.at[layer, step.into, slots].set(new, mode="drop")
         arrays["reached"] = self.reached.at[step.into[:, 0]].max(step.lengths)
@@ -241,4 +241,4 @@ def chunk_step(
     held = cache._held(some)
     meta: dict[str, Any] = {"tokens": tokens, "layout": layout, "length": length, "fresh": fresh}
     meta |= {"ragged": ragged, "rows": some}
-    return DecodeStep(**prefilled(held, chunk, layout, tokens), **meta, before=held.lengths)
+    return DecodeStep(**append_chunk(held, chunk, layout, tokens), **meta, before=held.lengths)

@@ -15,9 +15,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ring_attn_core.model.generation import Generation
 
 from .cache import KVCache
-from .forward import decoded, last_hidden, logits_of
+from .forward import decode_tokens, last_hidden, logits_of
 from .rank_model import Decoder, OnRank, RankModel, program_of, specs_of
-from .sampling import drawn
+from .sampling import draw
 
 Read = Callable[[], list[int]]
 
@@ -76,23 +76,23 @@ class Prefilled:
 def first(model: RankModel, cache: KVCache, new: Any) -> Any:
     """Return the first new tokens and which requests are finished, and the cache. ``new``: (hidden, parameters, ends)."""
     hidden, parameters, ends = new
-    tokens = _drawn(logits_of(model, hidden), cache, parameters)
-    return (tokens, _ended(tokens, cache, ends)), cache
+    tokens = _draw(logits_of(model, hidden), cache, parameters)
+    return (tokens, _find_ended(tokens, cache, ends)), cache
 
 
 def step(model: RankModel, cache: KVCache, new: Any) -> Any:
     """Return the next (tokens, finished) and the cache. ``new``: ((tokens, finished), parameters, ends)."""
     (tokens, finished), parameters, ends = new
-    logits, cache = decoded(model, cache, (tokens[:, None], ~finished[:, None]))
-    tokens = _drawn(logits[:, 0], cache, parameters)
-    return (tokens, finished | _ended(tokens, cache, ends)), cache
+    logits, cache = decode_tokens(model, cache, (tokens[:, None], ~finished[:, None]))
+    tokens = _draw(logits[:, 0], cache, parameters)
+    return (tokens, finished | _find_ended(tokens, cache, ends)), cache
 
 
-def _drawn(logits: jax.Array, cache: KVCache, parameters: Any) -> jax.Array:
-    return drawn(logits, parameters, jnp.arange(len(logits)), cache.lengths)
+def _draw(logits: jax.Array, cache: KVCache, parameters: Any) -> jax.Array:
+    return draw(logits, parameters, jnp.arange(len(logits)), cache.lengths)
 
 
-def _ended(tokens: jax.Array, cache: KVCache, ends: tuple[jax.Array, jax.Array]) -> jax.Array:
+def _find_ended(tokens: jax.Array, cache: KVCache, ends: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Return a mask [requests] of those that end now. ``ends``: (stop ids, number of cached tokens at which each ends)."""
     stop, lengths = ends
     return (tokens[:, None] == stop[None]).any(1) | (cache.lengths >= lengths)

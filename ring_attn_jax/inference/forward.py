@@ -63,7 +63,7 @@ def decode_step(
     the model's mesh, or if an id is outside the vocabulary (a traced id gives NaN instead).
     """
     _check(model, ids, cache)
-    return _on_ring(decoded, model, cache, (ids, valid))
+    return _on_ring(decode_tokens, model, cache, (ids, valid))
 
 
 def prefill_prompts(
@@ -123,7 +123,7 @@ def _is_hashable(x: Any) -> bool:
     return True
 
 
-def decoded(model: RankModel, cache: KVCache, new: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, KVCache]:
+def decode_tokens(model: RankModel, cache: KVCache, new: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, KVCache]:
     """Return the logits and the cache of ``decode_step``, inside shard_map. ``new``: (ids, mask of real tokens or None)."""
     ids, valid = new
     step = cache.step(ids.shape[1], valid=valid)

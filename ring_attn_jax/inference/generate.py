@@ -17,7 +17,7 @@ from .forward import check_model, computes_in
 from .rank_model import Decoder
 
 
-def generated(
+def generate_tokens(
     model: Decoder, arguments: dict[str, Any], on_token: OnToken | None = None, progress: Progress | None = None
 ) -> list[list[int]]:
     check_model(model)
@@ -28,15 +28,13 @@ def generated(
     where: dict[str, Any] = {"mesh": placed.mesh, "axis_name": placed.axis_name}
     sizes = generation.cache(model.ring.layout, placed.mesh.shape[placed.axis_name], bucket)
     cache = KVCache.make(model.config, len(generation.prompts), **sizes, dtype=generation.cache_dtype, **where)
-    hidden, cache = _prefilled(placed, cache, generation, progress)
+    hidden, cache = _prefill(placed, cache, generation, progress)
     loop = DecodeLoop(placed, cache, generation)
     loop.begin(hidden)
     return answers(loop, generation, on_token)
 
 
-def _prefilled(
-    placed: PlacedModel, cache: KVCache, generation: Generation, progress: Progress | None
-) -> tuple[jax.Array, KVCache]:
+def _prefill(placed: PlacedModel, cache: KVCache, generation: Generation, progress: Progress | None) -> tuple[jax.Array, KVCache]:
     """Prefill the prompts into the cache. Return the hidden states [requests, dim] of their last tokens, and the cache."""
     dtype = generation.config.compute_dtype or generation.config.param_dtype
     hidden, done = placed.put(np.zeros((len(generation.prompts), generation.config.dim), dtype)), 0

@@ -41,22 +41,22 @@ def in_global_order(
         held, k, v, places = vary_alike((cache.axis_name,), held, k, v, places)
         k, v, places = (jnp.concatenate(pair, 1) for pair in zip(held, (k, v, places), strict=True))
     gathered = lambda x: lax.all_gather(x, cache.axis_name, axis=1, tiled=True)
-    whole = [_placed(q, step.positions, length), *(_placed(gathered(x), gathered(places), length) for x in (k, v))]
+    whole = [_place(q, step.positions, length), *(_place(gathered(x), gathered(places), length) for x in (k, v))]
     whole, new = lax.optimization_barrier((whole, new))  # read the layer before it is written, in place
-    out = _attended(whole, step.positions, arrays, options)
+    out = _attend(whole, step.positions, arrays, options)
     out = jnp.take_along_axis(out, step.positions[..., None, None], 1, mode="clip")
     out = jnp.where((step.positions < length)[..., None, None], out, jnp.nan)
     return jnp.where((step.positions < 0)[..., None, None], 0, out).astype(q.dtype), new
 
 
-def _placed(x: jax.Array, positions: jax.Array, length: int) -> jax.Array:
+def _place(x: jax.Array, positions: jax.Array, length: int) -> jax.Array:
     """Return x [b n h d] at its ``positions`` in an array [b length h d], 0 elsewhere. At -1 there is no token."""
     whole = jnp.zeros_like(x, shape=(len(x), length, *x.shape[2:]))
     places = jnp.where(positions < 0, length, positions)
     return whole.at[jnp.arange(len(x), dtype=jnp.int32)[:, None], places].set(x, mode="drop")
 
 
-def _attended(whole: list[jax.Array], positions: jax.Array, arrays: Arrays, options: Options) -> jax.Array:
+def _attend(whole: list[jax.Array], positions: jax.Array, arrays: Arrays, options: Options) -> jax.Array:
     """Return the attention of the whole sequence, true in the tiles of the queries at ``positions`` alone."""
     q, k, v = whole
     decision = compile_call(problem_of(q, k, v, arrays, 1, options), any_position=False)

@@ -11,7 +11,7 @@ from jax import lax
 
 from ring_attn_core.problem.checks import check_own_pair
 
-from ..attend.slots import merged
+from ..attend.slots import merge
 from ..attend.tiles import accumulation_dtype
 from ..axes import axes_of, axis_size
 
@@ -35,15 +35,15 @@ def merge_ring(pair: tuple[jax.Array, jax.Array], *, axis_name: str = "seq") -> 
     out, lse = pair
     wide = accumulation_dtype(out.dtype if lse.dtype != jnp.float64 else lse.dtype)
     packed = jnp.concatenate([out.astype(wide), lse.astype(wide)[..., None]], -1)
-    return _merged(axis_name, packed)
+    return _merge(axis_name, packed)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _merged(axis_name: str, packed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return merged(gather_pairs(packed, axis_name), None)
+def _merge(axis_name: str, packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return merge(gather_pairs(packed, axis_name), None)
 
 
-@_merged.defjvp
+@_merge.defjvp
 def _(axis_name: str, *_: Any) -> Any:
     refuse_gradients("merge_ring")
 

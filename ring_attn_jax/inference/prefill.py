@@ -22,7 +22,7 @@ from ..call.prepare import Arrays, problem_of
 from ..ring.transfer import to_ranks
 from .cache import KVCache
 from .global_order import in_global_order
-from .scales import restored
+from .scales import restore
 from .step import DecodeStep, shards
 
 if TYPE_CHECKING:
@@ -110,15 +110,15 @@ def _over_cached(q: jax.Array, cache: KVCache, layer: int, step: DecodeStep, opt
     batch, local, heads, _ = q.shape
     queries = lax.all_gather(q, axis, axis=1, tiled=True)
     k, v, extents = _in_order(cache, layer, step, options.mask.hi)
-    k = restored(k, cache.k_scale[layer], q.dtype) if cache.spec.float8 else k
-    v = restored(v, cache.v_scale[layer], q.dtype) if cache.spec.float8 else v
+    k = restore(k, cache.k_scale[layer], q.dtype) if cache.spec.float8 else k
+    v = restore(v, cache.v_scale[layer], q.dtype) if cache.spec.float8 else v
     in_block = Options(layout="contiguous", mask=full(), scale=options.scale, softcap=options.softcap, backend=options.backend)
     runs = Run(0, queries.shape[1]), Run(0, k.shape[1])
     out, *lse = block_state(queries, k, v, Arrays(extents), in_block, runs).arrays
     packed = jnp.concatenate([out, jnp.stack(lse, -1)], -1).reshape(batch, ranks, local, heads, -1).swapaxes(0, 1)
     mine = to_ranks(packed, axis)
     width = out.shape[-1]
-    return _merged(State(mine[..., :width], *(mine[..., width + i] for i in range(len(lse)))))
+    return _merge(State(mine[..., :width], *(mine[..., width + i] for i in range(len(lse)))))
 
 
 def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -151,7 +151,7 @@ def _first_of(positions: jax.Array, lowest: jax.Array) -> jax.Array:
     return jax.vmap(jnp.searchsorted)(positions, lowest).astype(jnp.int32)
 
 
-def _merged(parts: State) -> State:
+def _merge(parts: State) -> State:
     """Merge, in order, the States of the same queries over disjoint sets of keys, stacked along dimension 0."""
     out, lse, rest = parts
     top = lse.max(0)
@@ -169,4 +169,4 @@ def _with_sinks(total: State, sinks: jax.Array) -> State:
     """Merge the attention sinks into (out, lse) of ``total``: head h gets one more key, with value 0 and score ``sinks[h]``."""
     lse = jnp.broadcast_to(sinks.astype(total.lse.dtype)[None, None], total.lse.shape)
     sink = State(jnp.zeros_like(total.out), lse, None if total.rest is None else jnp.zeros_like(total.rest))
-    return _merged(jax.tree.map(lambda *both: jnp.stack(both), total, sink))
+    return _merge(jax.tree.map(lambda *both: jnp.stack(both), total, sink))

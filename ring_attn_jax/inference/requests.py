@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ring_attn_core.cache import checks
-from ring_attn_core.cache.placement import held, removed
+from ring_attn_core.cache.placement import count_held, count_removed
 from ring_attn_core.cache.spec import CacheSpec
 from ring_attn_core.layouts import padded_local
 from ring_attn_core.validation import as_number
@@ -70,7 +70,7 @@ class Requests:
         else:
             local = padded_local(layout, self.spec.ranks, max(more))
             for row, length in enumerate(more):
-                checks.check_shards(self.spec, counts[row], held(layout, self.spec.ranks, local, length), row)
+                checks.check_shards(self.spec, counts[row], count_held(layout, self.spec.ranks, local, length), row)
         return self
 
     def reserve(self, tokens: int) -> Self:
@@ -118,7 +118,7 @@ class Requests:
             keep = jnp.maximum(lengths, 0).astype(jnp.int32)  # type: ignore[arg-type]
         keep = jnp.minimum(keep, self.lengths)
         numbers = jnp.arange(spec.remembered, dtype=jnp.int32), jnp.arange(spec.ranks, dtype=jnp.int16)
-        counts = self.counts - removed(self.lengths, keep, self.owners, *numbers)
+        counts = self.counts - count_removed(self.lengths, keep, self.owners, *numbers)
         positions = jnp.where(self.positions >= keep[:, None], -1, self.positions)
         return replace(self, positions=positions, counts=counts, lengths=keep)
 

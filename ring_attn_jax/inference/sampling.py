@@ -1,6 +1,6 @@
 """Sampling of the next token of each request from its logits, on the device, by the Gumbel-max trick.
 
-``sample`` checks its arguments and calls ``drawn``, which the decode loop calls too. ``ring_attn_core/sampling.py`` has the
+``sample`` checks its arguments and calls ``draw``, which the decode loop calls too. ``ring_attn_core/sampling.py`` has the
 formula.
 """
 
@@ -56,7 +56,7 @@ def sample(
     check_drawn(logits, sampling, requests, positions)
     parameters = sampling.parameters
     logits = jnp.asarray(logits)
-    return drawn(logits, parameters, _numbers(requests, logits), _numbers(positions, logits))
+    return draw(logits, parameters, _numbers(requests, logits), _numbers(positions, logits))
 
 
 def _numbers(numbers: Any, logits: jax.Array) -> jax.Array:
@@ -68,7 +68,7 @@ def _numbers(numbers: Any, logits: jax.Array) -> jax.Array:
     return jnp.asarray(numbers)
 
 
-def drawn(logits: jax.Array, parameters: SamplingParameters, requests: jax.Array, positions: jax.Array) -> jax.Array:
+def draw(logits: jax.Array, parameters: SamplingParameters, requests: jax.Array, positions: jax.Array) -> jax.Array:
     """Draw the next token of each request from logits [b vocab]; return int32 [b]. Parameters are numbers, arrays [b] or None.
 
     ``positions`` [b]: the number of cached tokens of each. The arithmetic is that of :mod:`ring_attn_core.sampling`, in float32

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .step import DecodeStep
 
 
-def checked_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Array]:
+def make_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Array]:
     """Return the scales of k and v as float32 [layers, kv_heads], or zeros if they are None."""
     checks.check_scales(spec, {"k_scale": k_scale, "v_scale": v_scale}, on_host)
     zeros = lambda: jnp.zeros((spec.sizes.layers, spec.sizes.kv_heads), jnp.float32)  # two arrays, so that both can be donated
@@ -39,11 +39,11 @@ def of_first(
     return [jnp.where(nothing | (scale == 0), each, scale) for scale, each in zip(scales, least, strict=True)]
 
 
-def quantized(x: jax.Array, scale: jax.Array) -> jax.Array:
+def quantize(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Divide x [b, n, kv_heads, dim] by ``scale`` [kv_heads], clamp it to -448 .. 448 and convert it to float8."""
     return jnp.clip(x.astype(jnp.float32) / scale[None, None, :, None], -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
 
 
-def restored(x: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
+def restore(x: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
     """Multiply x [b, t, kv_heads, dim] by ``scale`` and convert it to ``dtype``. Return x unchanged if ``scale`` is None."""
     return x if scale is None else (x.astype(jnp.float32) * scale[None, None, :, None]).astype(dtype)

@@ -35,7 +35,7 @@ def mix_chunk(mixer: Any, name: str, states: States, axis_name: str, step: Decod
     def convolved(y: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         own = jnp.where(step.positions >= 0, step.positions - step.before[:, None], -1)
         last = lax.psum(last_tokens(y, own, step.chunk, conv.shape[1]).astype(conv.dtype), axis_name)
-        after.append(moved_on(conv, last, step.chunk))
+        after.append(move_on(conv, last, step.chunk))
         return convolve(y, weight, bias, "silu", where(conv.astype(y.dtype)))
 
     def recur(*arrays: jax.Array) -> jax.Array:
@@ -83,7 +83,7 @@ def last_tokens(hidden: jax.Array, positions: jax.Array, lengths: jax.Array, kee
     return jnp.where(here.any(1)[..., None], jnp.take_along_axis(hidden, here.argmax(1)[..., None], 1), 0)
 
 
-def moved_on(before: jax.Array, last: jax.Array, lengths: jax.Array) -> jax.Array:
+def move_on(before: jax.Array, last: jax.Array, lengths: jax.Array) -> jax.Array:
     """Return the last tokens [batch, keep, dim] after ``lengths`` new ones, whose last are ``last``, 0 before the first."""
     keep = before.shape[1]
     place = (lengths[:, None] + jnp.arange(keep))[..., None]

@@ -34,14 +34,14 @@ class DecodeStep(StepArrays):
         return rows.astype(jnp.int32)[:, None]
 
 
-def appended(held: CachedRequests, tokens: int, valid: jax.Array | None) -> dict[str, Any]:
+def append_tokens(held: CachedRequests, tokens: int, valid: jax.Array | None) -> dict[str, Any]:
     """Return a DecodeStep's arrays by name, for ``tokens`` tokens on every rank, of which ``valid`` [b, tokens] are real."""
-    return step.appended(held, tokens, valid, jnp.asarray(placement.earlier(held.spec.ranks), jnp.int32), OPS)
+    return step.append_tokens(held, tokens, valid, jnp.asarray(placement.earlier(held.spec.ranks), jnp.int32), OPS)
 
 
-def prefilled(held: CachedRequests, chunk: jax.Array, layout: str, local: int) -> dict[str, Any]:
+def append_chunk(held: CachedRequests, chunk: jax.Array, layout: str, local: int) -> dict[str, Any]:
     """Return a DecodeStep's arrays by name, for a prefill of ``chunk`` [b] real tokens in shards of ``local`` in ``layout``."""
-    return step.prefilled(held, chunk, *shards(layout, held.spec.ranks, local), OPS)
+    return step.append_chunk(held, chunk, *shards(layout, held.spec.ranks, local), OPS)
 
 
 def shards(layout: str, ranks: int, local: int) -> tuple[jax.Array, jax.Array]:

@@ -15,8 +15,8 @@ from ring_attn_core.problem.checks import INTEGERS
 from ring_attn_core.problem.decode import Decode, DecodeArrays, check_positions
 
 from ..attend.launch import capability, multiprocessors
-from ..attend.slots import blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel
-from ..axes import described, dtype_names, on_auto_axes, sharded_like, vary_alike
+from ..attend.slots import blockwise, by_kernels, end_by_kernel, merge, merge_by_kernel
+from ..axes import describe_arrays, dtype_names, on_auto_axes, sharded_like, vary_alike
 from ..data.extents import on_host
 from .merge import gather_pairs, ranks_of, refuse_gradients
 
@@ -97,13 +97,13 @@ def _decode(problem: Decode, call: DecodeCall | None, ring: tuple[str, int], arr
 
     def attend(arrays: DecodeArrays) -> tuple[jax.Array, jax.Array]:
         if call is None:
-            out, lse = merged(gather_pairs(blockwise(arrays, problem), axis_name), arrays.sinks)
+            out, lse = merge(gather_pairs(blockwise(arrays, problem), axis_name), arrays.sinks)
             return out.astype(arrays.q.dtype), lse
         pairs = by_kernels(arrays, call)
         if ranks == 1:
-            return ended_by_kernel(gather_pairs(pairs, axis_name)[0], arrays.sinks, call, None)
-        pair = pairs[0] if call.splits == 1 else merged_by_kernel(pairs, call, None)
-        return ended_by_kernel(gather_pairs(pair, axis_name), arrays.sinks, call, ranks)
+            return end_by_kernel(gather_pairs(pairs, axis_name)[0], arrays.sinks, call, None)
+        pair = pairs[0] if call.splits == 1 else merge_by_kernel(pairs, call, None)
+        return end_by_kernel(gather_pairs(pair, axis_name), arrays.sinks, call, ranks)
 
     q_specs, v_specs = sharded_like(arrays.q)[:3], sharded_like(arrays.v)
     return on_auto_axes(attend, (PartitionSpec(*q_specs, v_specs[3]), PartitionSpec(*q_specs)))(arrays)
@@ -130,7 +130,7 @@ def as_int32(name: str, positions: Any) -> Any:
 
 def _problem(arrays: DecodeArrays, options: dict[str, Any]) -> Decode:
     dtypes = dtype_names(arrays.q, arrays.k, arrays.v)
-    others = described(dict(zip(arrays._fields[3:], arrays[3:], strict=True)))
+    others = describe_arrays(dict(zip(arrays._fields[3:], arrays[3:], strict=True)))
     for name in ("q_positions", "k_positions"):
         if getattr(arrays, name) is None:
             raise ValueError(f"{name} must be an array, got None")

@@ -19,7 +19,7 @@ from ring_attn_core.runs import Band
 from ..attend.dropout import DropoutState, dropout_state
 from ..call.prepare import Arrays
 from ..data.extents import on_host, whole
-from ..sharded import ShardedAxes, sharded
+from ..sharded import ShardedAxes, run_sharded
 from .dense_mask import mask_arguments, visible_of
 
 
@@ -170,12 +170,12 @@ class RingAttentionFunction(FlaxFunction):
     def _over_the_mesh(self, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, options: Options) -> jax.Array:
         """Return out [batch, tokens, heads, v_dim]. In layout "contiguous" pad inputs to equal shards, then drop the padding."""
         if options.layout != "contiguous":
-            return sharded(q, k, v, arrays, options, self.where)
+            return run_sharded(q, k, v, arrays, options, self.where)
         queries, keys = q.shape[1], k.shape[1]
         optional = {name: self._padded(getattr(arrays, name)) for name in ("extents", "key_mask")}
         options = replace(options, length=queries, kv_length=keys)
         q, k, v = (self._padded(x) for x in (q, k, v))
-        return self._first(queries, sharded(q, k, v, arrays._replace(**optional), options, self.where))
+        return self._first(queries, run_sharded(q, k, v, arrays._replace(**optional), options, self.where))
 
 
 REFUSED = {

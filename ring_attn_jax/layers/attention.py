@@ -21,8 +21,8 @@ from ..attend.tiles import accumulation_dtype
 from ..axes import ring_size
 from ..call.autograd import attention
 from ..call.prepare import Arrays
-from ..call.traced import TracedLayout, traced
-from ..sharded import sharded
+from ..call.traced import TracedLayout, trace_layout
+from ..sharded import run_sharded
 from .projections import Projections
 from .ring import LayerArguments, LayerRing
 
@@ -132,9 +132,9 @@ class RingAttention(Projections):
             arrays = Arrays(extents, key_mask, self.local_sinks, self.slopes(q), state, key_extents)
             where = self.ring.sharded
             if isinstance(layout, TracedLayout):
-                options, arrays = traced(options, layout, arrays, q.shape, None if where else self.ring.axis_name)
+                options, arrays = trace_layout(options, layout, arrays, q.shape, None if where else self.ring.axis_name)
             if where is not None:
-                return sharded(q, k, v, arrays, options, where)
+                return run_sharded(q, k, v, arrays, options, where)
             return attention(q, k, v, arrays, options, self.ring.axis_name)[0]
 
         return self.attended(attend, x, positions, context, context_positions)

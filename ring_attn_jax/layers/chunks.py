@@ -14,7 +14,7 @@ from ring_attn_core.model.chunks import even_chunk
 
 from ..axes import explicit_axes, on_auto_axes, on_explicit_axes, sharded_like, vary_alike
 from ..sharded import ShardedAxes
-from .parts import gathered_over
+from .parts import gather_over
 
 
 def in_chunks(
@@ -37,7 +37,7 @@ def in_chunks(
     inside = lambda weights, x: _beside_explicit_axes(on_shard, weights, x)
     specs = PartitionSpec(), spec
     mapped = jax.shard_map(inside, mesh=where.mesh, in_specs=specs, out_specs=spec, axis_names=axes)
-    return mapped(jax.tree.map(lambda weight: gathered_over(axes, weight), weights), on_explicit_axes(x, where.mesh, spec))
+    return mapped(jax.tree.map(lambda weight: gather_over(axes, weight), weights), on_explicit_axes(x, where.mesh, spec))
 
 
 def _beside_explicit_axes(function: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array) -> jax.Array:

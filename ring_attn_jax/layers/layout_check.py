@@ -15,15 +15,15 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ring_attn_core.data.layout_check import check_extents_match_layout, mark_mismatches
-from ring_attn_core.layouts import named
+from ring_attn_core.layouts import find_layout
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.validation import is_integer, is_traced
 
-from ..attend.keys import clipped
+from ..attend.keys import clip
 from ..axes import sharded_like
 from ..call.traced import TracedLayout, every_position
 from ..data.extents import on_host
-from .parts import resharded
+from .parts import reshard
 from .ring import LayerRing
 
 
@@ -52,12 +52,12 @@ def check_layout(
             check_extents_match_layout(values[:, inside], tokens[inside], tree)
             continue
         rows = tokens[None]  # of the rank of the extents: jax_numpy_rank_promotion may be "raise"
-        found = mark_mismatches(clipped(jnp.asarray(given)), rows, tree)
+        found = mark_mismatches(clip(jnp.asarray(given)), rows, tree)
         found = found if tree or not _is_known(length) else found & (rows < length)
         wrong = found if wrong is None else wrong | found
     if wrong is None:
         return x
-    return jnp.where(resharded(wrong, PartitionSpec(*sharded_like(x)[:2]), x)[..., None], jnp.nan, x)
+    return jnp.where(reshard(wrong, PartitionSpec(*sharded_like(x)[:2]), x)[..., None], jnp.nan, x)
 
 
 def _is_known(length: Any) -> bool:
@@ -81,7 +81,7 @@ def _tokens(count: int, layout: BalancedLayout | TracedLayout | None, ring: Laye
         tokens = every_position(layout).reshape(-1)
     else:
         local = count // where.ranks
-        runs = (run for rank in range(where.ranks) for run in named(layout or ring.layout)(rank, where.ranks, local))
+        runs = (run for rank in range(where.ranks) for run in find_layout(layout or ring.layout)(rank, where.ranks, local))
         held = [run.start + run.stride * np.arange(run.length, dtype=np.int32) for run in runs]
         tokens = np.concatenate([np.empty(0, np.int32), *held])
     return tokens if tokens.shape == (count,) else None

@@ -69,12 +69,12 @@ def product(x: jax.Array, weight: jax.Array) -> jax.Array:
         return x @ weight
     free = tuple(axis for axis in _names(weight_specs[1]) if not any(axis in _names(axes) for axes in x_specs)) or None
     out = on_mesh(PartitionSpec(*x_specs[:-1], free), x, weight)
-    return jnp.dot(x, resharded(weight, PartitionSpec(x_specs[-1], free), x), out_sharding=out)
+    return jnp.dot(x, reshard(weight, PartitionSpec(x_specs[-1], free), x), out_sharding=out)
 
 
 def along_last(vector: jax.Array, x: jax.Array) -> jax.Array:
     """Reshape [features] to [1, ..., 1, features] with x's number of dimensions, sharded like x's features."""
-    vector = resharded(vector, PartitionSpec(sharded_like(x)[-1]), x)
+    vector = reshard(vector, PartitionSpec(sharded_like(x)[-1]), x)
     return jnp.expand_dims(vector, tuple(range(x.ndim - 1)))
 
 
@@ -82,19 +82,19 @@ def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
     """Return ``table[ids]``, sharded like ``ids``, with NaN for ids outside of the table."""
     spec = sharded_like(ids)
     sharding = on_mesh(PartitionSpec(*spec, None), ids, table) if any(spec) or any(sharded_like(table)) else None
-    table = resharded(table, PartitionSpec(None, None), ids)
+    table = reshard(table, PartitionSpec(None, None), ids)
     return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False, out_sharding=sharding)
 
 
-def resharded(array: jax.Array, spec: PartitionSpec, *others: jax.Array) -> jax.Array:
+def reshard(array: jax.Array, spec: PartitionSpec, *others: jax.Array) -> jax.Array:
     """Reshard ``array`` to ``spec`` over Explicit axes of its mesh, or of the first mesh in ``others`` if ``array`` has none."""
     return array if sharded_like(array) == spec else jax.sharding.reshard(array, on_mesh(spec, array, *others))
 
 
-def gathered_over(axes: Set[str], array: jax.Array) -> jax.Array:
+def gather_over(axes: Set[str], array: jax.Array) -> jax.Array:
     """All-gather ``array`` along the Explicit mesh axes ``axes``. Over other axes it stays sharded."""
     left = (tuple(axis for axis in _names(names) if axis not in axes) for names in sharded_like(array))
-    return resharded(array, PartitionSpec(*(names or None for names in left)))
+    return reshard(array, PartitionSpec(*(names or None for names in left)))
 
 
 def on_mesh(spec: PartitionSpec, *arrays: jax.Array) -> NamedSharding:

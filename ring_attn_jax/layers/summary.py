@@ -14,7 +14,7 @@ from ring_attn_core.model.config import SparseConfig
 from ring_attn_core.runs import Band
 from ring_attn_core.variants.summary import SummaryOptions
 
-from ..variants.summary import SummaryInputs, attention_with_summaries, sharded
+from ..variants.summary import SummaryInputs, attention_with_summaries, run_sharded
 from .projections import Projections
 from .ring import ContiguousRing, LayerArguments
 
@@ -70,7 +70,7 @@ class SummaryAttention(Projections):
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             inputs = SummaryInputs(q, k, v, pool, key_mask)
             if (where := self.ring.sharded) is not None:
-                return sharded(inputs, options, where)
+                return run_sharded(inputs, options, where)
             return attention_with_summaries(inputs, options, self.ring.axis_name)[0]
 
         return self.attended(attend, x, positions)

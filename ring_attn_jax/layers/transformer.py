@@ -21,12 +21,12 @@ from ring_attn_core.plan.balanced_layout import BalancedLayout
 
 from ..axes import ring_size, sharded_like
 from ..call.traced import TracedLayout
-from ..inference.generate import generated
+from ..inference.generate import generate_tokens
 from .activations import caller
 from .auto_shard import ShardedRows
 from .block import Block, mixer_of
 from .layout_check import check_layout
-from .parts import LinearMap, RMSNorm, dtype_name, look_up, product, resharded
+from .parts import LinearMap, RMSNorm, dtype_name, look_up, product, reshard
 from .ring import LayerArguments, LayerRing
 
 
@@ -187,7 +187,7 @@ class RingTransformer(nnx.Module):
             x = self.head(hidden)
         else:
             x = product(hidden, self.embed.embedding[...].T.astype(hidden.dtype))
-        return resharded(x, PartitionSpec(*sharded_like(x)[:-1], None))
+        return reshard(x, PartitionSpec(*sharded_like(x)[:-1], None))
 
     @property
     def head_weight(self) -> jax.Array:
@@ -240,4 +240,4 @@ class RingTransformer(nnx.Module):
         """
         arguments: dict[str, Any] = {"prompts": prompts, "new": max_new_tokens, "stop": stop, "chunk": chunk}
         arguments |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "cache_dtype": cache_dtype}
-        return generated(self, arguments, on_token, progress)
+        return generate_tokens(self, arguments, on_token, progress)

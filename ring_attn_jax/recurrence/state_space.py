@@ -70,20 +70,22 @@ def scan(arrays: dict[str, Any], where: Where, backend: str = "auto") -> tuple[j
     runs = [shard.to_runs(each) for each in (u, step, B, C)]
     shape = runs[0].shape[:2]
     arrays_of = [y.reshape(-1, *y.shape[2:]) for y in (*runs, shard.documents(x.shape[0]))]
-    out, last = (_selective(shard, shape, arrays_of, A), None) if A.ndim == 2 else _structured(shard, shape, arrays_of, A, where)
+    out, last = (
+        (_selective(shard, shape, arrays_of, A), None) if A.ndim == 2 else _run_structured(shard, shape, arrays_of, A, where)
+    )
     out = shard.join(out.reshape(*shape, *out.shape[1:]))
     if D is not None:
         out = out + wide(D).reshape(-1, *[1] * (x.ndim - 3)) * u
     return out.astype(x.dtype), last
 
 
-def _structured(
+def _run_structured(
     shard: RunShard, shape: Any, runs: list[jax.Array], A: jax.Array, where: Where
 ) -> tuple[jax.Array, jax.Array | None]:
     x, dt, B, C, documents = runs
     B, C = (jnp.repeat(each, x.shape[2] // each.shape[2], 2) for each in (B, C))
     state = 0 * x[:, 0, :, :, None] * B[:, 0, :, None]
-    state, out = _over_chunks(_structured_chunk, state, documents, x * dt[..., None], dt * A, B, C)
+    state, out = _over_chunks(_run_structured_chunk, state, documents, x * dt[..., None], dt * A, B, C)
     if not (shard.order.slots or where.last):
         return out, None
     c = jnp.cumsum(dt * A, 1)
@@ -94,7 +96,7 @@ def _structured(
     return out + jnp.einsum("rthn,rhpn->rthp", effect, states.reshape(state.shape), precision=EXACT), last
 
 
-def _structured_chunk(carried: Any, inputs: Any) -> Any:
+def _run_structured_chunk(carried: Any, inputs: Any) -> Any:
     state, prior = carried
     x, log_decay, B, C = (jnp.swapaxes(each, 1, 2) for each in inputs[:4])  # [runs, heads, tokens, ...]
     c, own = jnp.cumsum(log_decay, -1), inputs[4][:, None]

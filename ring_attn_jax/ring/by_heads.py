@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..attend.backend import Backend
-from ..attend.keys import Keys, joined
+from ..attend.keys import Keys, join
 from ..attend.score import Score
 from ..attend.state import Gradients, State
 from .step import Ring, Step, T
-from .strategies.gather import by_rank, by_shard, keys_in_order, summed
+from .strategies.gather import by_rank, by_shard, keys_in_order, sum_parts
 from .strategies.ring import rows
 from .transfer import all_gather, exchange
 
@@ -32,7 +32,7 @@ from .transfer import all_gather, exchange
 def forward(this: Any, q: jax.Array, keys: Keys, score: Score, backend: Backend, total: State | None) -> State:
     """Do what ``loop.forward`` does, by groups of heads."""
     found = []
-    for step in this.steps(gathered(keys, this.ring)):
+    for step in this.steps(gather_groups(keys, this.ring)):
         with this.named(step):
             q_heads, *state = map(step.cut, (q, *(total.arrays if total else ())))
             part = step.score(score, q_heads.shape[2])
@@ -46,7 +46,7 @@ def backward(
 ) -> tuple[jax.Array, Gradients, jax.Array | None]:
     """Do what ``loop.backward`` does, by groups of heads."""
     taken, found, dsinks = [], [], []
-    for step in this.steps(gathered(keys, this.ring)):
+    for step in this.steps(gather_groups(keys, this.ring)):
         with this.named(step):
             q_heads, dout, dlse, *state = map(step.cut, (q, *dtotal.arrays, *total.arrays))
             part = step.score(score, q_heads.shape[2])
@@ -66,13 +66,13 @@ def side_by_side(parts: Iterable[jax.Array]) -> jax.Array:
     return jnp.concatenate([*parts], 2)
 
 
-def gathered(keys: Keys, ring: Ring) -> Iterator[HeadStep]:
+def gather_groups(keys: Keys, ring: Ring) -> Iterator[HeadStep]:
     """Yield the step of each group, after the keys of the next group have been gathered."""
     own = jnp.split(keys.kv, ring.plan.groups, 2)
     kv, *rest = jax.tree.map(lambda x: all_gather(x, ring.axis), keys._replace(kv=own[0]))
     step, every_rank = None, rows(ring, 0)
     for number in range(len(own)):
-        whole = keys_in_order(joined(Keys(kv, *rest), keys.kv.shape[1]), ring)
+        whole = keys_in_order(join(Keys(kv, *rest), keys.kv.shape[1]), ring)
         step = HeadStep(whole, every_rank, step, ring, number, own)
         if number + 1 < len(own):
             kv = all_gather(own[number + 1], ring.axis)
@@ -115,7 +115,7 @@ class HeadStep(Step):
         """Return ``dkv`` to the owners of the keys, which add it up."""
         assert not isinstance(dkv, tuple), "what travels is packed"
         parts = by_rank(by_shard(dkv, self._ring), self._ring.plan.ranks)
-        self.travelling = summed(exchange(parts, 0, 0, self._ring.axis, None))
+        self.travelling = sum_parts(exchange(parts, 0, 0, self._ring.axis, None))
 
     def home(self) -> jax.Array:
         """Return the sum over all ranks of the gradients of this rank's own keys."""

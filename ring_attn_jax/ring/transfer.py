@@ -34,7 +34,7 @@ def send_inside(x: T, hop: int, ranks: int, axis: str, members: int) -> T:
 def exchange(x: jax.Array, split: int, join: int, axis: str, groups: Groups) -> jax.Array:
     """Exchange slices by all-to-all in each group: slice ``x`` along dimension ``split``, and concatenate along ``join``."""
     call = lambda x: lax.all_to_all(x, axis, split, join, tiled=True, axis_index_groups=groups)
-    return _mapped(call, lambda x: exchange(x, split + 1, join + 1, axis, groups), x, groups)
+    return _with_vmap(call, lambda x: exchange(x, split + 1, join + 1, axis, groups), x, groups)
 
 
 def to_ranks(x: jax.Array, axis: str) -> jax.Array:
@@ -46,10 +46,10 @@ def all_gather(x: jax.Array, axis: str, groups: Groups = None, stack: int = 0) -
     """Gather ``x`` from all ranks of the group by all-gather, and stack it in rank order on the new dimension ``stack``."""
     # not lax.all_gather's own stack, which jax.export cannot lower for a symbolic batch
     call = lambda x: lax.all_gather(jnp.expand_dims(x, stack), axis, axis=stack, axis_index_groups=groups, tiled=True)
-    return _mapped(call, lambda x: all_gather(x, axis, groups, stack + 1), x, groups)
+    return _with_vmap(call, lambda x: all_gather(x, axis, groups, stack + 1), x, groups)
 
 
-def _mapped(
+def _with_vmap(
     call: Callable[[jax.Array], jax.Array], batched: Callable[[jax.Array], jax.Array], x: jax.Array, groups: Groups
 ) -> Any:
     """Return ``call(x)``. With groups, make ``batched`` its vmap rule, because JAX cannot vmap an all-to-all in groups."""

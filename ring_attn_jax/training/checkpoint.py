@@ -13,14 +13,14 @@ from typing import Any
 import jax
 from flax import nnx
 
-from ring_attn_core.model.checkpoint_folder import RUN, BackgroundSaves, seen
+from ring_attn_core.model.checkpoint_folder import RUN, BackgroundSaves, wait_for
 from ring_attn_core.model.config import TransformerConfig
-from ring_attn_core.model.progress import ResumePoint, check_arrays, described, progress_of
+from ring_attn_core.model.progress import ResumePoint, check_arrays, progress_of, write_run
 
 from ..layers.transformer import RingTransformer
 from .checkpoint_files import EARLIER, CheckpointFiles, run_of
 from .checkpoint_values import kind_of, kinds_for, place, set_values, split, values_of
-from .ranks import agreed, by_process, check_kinds
+from .ranks import by_process, check_kinds, run_on_all
 
 
 class Checkpoints(BackgroundSaves):
@@ -74,15 +74,15 @@ class Checkpoints(BackgroundSaves):
 
         def prepare() -> None:
             self._check_open()
-            run.update(described(ResumePoint(step, data, more or {}), _config(model)), optimizer=optimizer is not None)
+            run.update(write_run(ResumePoint(step, data, more or {}), _config(model)), optimizer=optimizer is not None)
             found, others = split(values_of(model, optimizer))
             arrays.update(found)
             run.update(others, optimizer_class=_class_of(optimizer))
 
-        agreed(prepare, step=step, optimizer=_class_of(optimizer))
+        run_on_all(prepare, step=step, optimizer=_class_of(optimizer))
         check_kinds(arrays)
-        new = self.folder / agreed(lambda: "" if jax.process_index() else self._folder.begin(step).name)[0]
-        sees = agreed(lambda: seen(new))
+        new = self.folder / run_on_all(lambda: "" if jax.process_index() else self._folder.begin(step).name)[0]
+        sees = run_on_all(lambda: wait_for(new))
         wrong = [str(process) for process, each in enumerate(sees) if not each]
         if wrong:
             if jax.process_index() == 0:
@@ -93,7 +93,7 @@ class Checkpoints(BackgroundSaves):
             )
 
         try:
-            agreed(lambda: self._files.begin(new, arrays))
+            run_on_all(lambda: self._files.begin(new, arrays))
         except Exception as error:
             self._files.abandon()
             if isinstance(error, OSError):
@@ -118,9 +118,9 @@ class Checkpoints(BackgroundSaves):
         """
         self.wait()
         latest = lambda: max(self.steps(), default=-1)
-        newest = max(agreed(latest, optimizer=_class_of(optimizer)))
+        newest = max(run_on_all(latest, optimizer=_class_of(optimizer)))
         here = lambda: newest if newest < 0 or self._folder.holds(newest) else latest()
-        found = agreed(here)
+        found = run_on_all(here)
         if len(set(found)) > 1:
             listed = by_process("the newest checkpoint", [each if each >= 0 else None for each in found])
             raise ValueError(
@@ -150,7 +150,7 @@ class Checkpoints(BackgroundSaves):
             except ValueError:
                 raise
             except Exception as error:
-                raise _damaged(where, error) from error
+                raise _damage_error(where, error) from error
             compared = held if optimizer is not None else {name: x for name, x in held.items() if name.startswith("model.")}
             kinds = kinds_for(mine, compared, model, optimizer)
             check_arrays(where, kinds, compared)
@@ -165,10 +165,10 @@ class Checkpoints(BackgroundSaves):
             try:
                 loaded.update(self._files.read(where, arrays))
             except Exception as error:
-                raise _damaged(where, error) from error
+                raise _damage_error(where, error) from error
 
-        agreed(lambda: result.append(checked()))
-        agreed(read)
+        run_on_all(lambda: result.append(checked()))
+        run_on_all(read)
         set_values(model, optimizer, loaded)
         return result[0]
 
@@ -199,5 +199,5 @@ def _config(model: nnx.Module) -> TransformerConfig | None:
     return next((module.config for _, module in nnx.iter_graph(model) if isinstance(module, RingTransformer)), None)
 
 
-def _damaged(where: Path, error: Exception) -> ValueError:
+def _damage_error(where: Path, error: Exception) -> ValueError:
     return ValueError(f"{where} is damaged ({error}): delete this folder to resume from the one before")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from ring_attn_core.model.checkpoint_folder import RUN, check_files, digests, seen
+from ring_attn_core.model.checkpoint_folder import RUN, check_files, digests, wait_for
 from ring_attn_core.model.progress import Kinds
 from ring_attn_core.model.weight_files import read_json
 
@@ -48,7 +48,7 @@ class CheckpointFiles:
         self._writes = []
         (folder / STATE).mkdir(exist_ok=True)
         saving = self._handler.async_save(_orbax_path(folder / STATE), args=orbax.args.PyTreeSave(arrays))
-        self._writes = list(_completed(saving) or ())
+        self._writes = list(_complete(saving) or ())
 
     def abandon(self) -> None:
         """Wait until the writes that ``begin`` started here have ended. Ignore their errors: the save has failed already."""
@@ -78,7 +78,7 @@ class CheckpointFiles:
                 commit(digests(folder))
         finally:
             meet("completed")
-        if not seen(done / RUN):
+        if not wait_for(done / RUN):
             raise OSError("process 0 could not complete it")
 
     def read(self, where: Path, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -111,7 +111,7 @@ def _orbax_path(path: Path) -> Any:
     return OrbaxPath(path)
 
 
-def _completed(saving: Coroutine[Any, Any, T]) -> T:
+def _complete(saving: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine in a new event loop and return its result; in a new thread, if this thread already runs an event loop."""
 
     def run() -> T:
@@ -131,7 +131,7 @@ def _completed(saving: Coroutine[Any, Any, T]) -> T:
 
 def _check_written(marks: list[Path]) -> None:
     """Delete ``marks``, the ``WRITTEN`` files of all processes; a missing one means that its process could not write."""
-    absent = [str(process) for process, mark in enumerate(marks) if not seen(mark)]
+    absent = [str(process) for process, mark in enumerate(marks) if not wait_for(mark)]
     if absent:
         raise OSError(f"process{'es' * (len(absent) > 1)} {', '.join(absent)} could not write")
     for mark in marks:

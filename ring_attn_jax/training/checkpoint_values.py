@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from ring_attn_core.model.progress import Kinds
-from ring_attn_core.model.replica_check import named
+from ring_attn_core.model.replica_check import name_entries
 from ring_attn_core.validation import in_words
 
 from .ranks import check_exists
@@ -34,7 +34,7 @@ def values_of(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, A
                 for keys, x in jax.tree_util.tree_leaves_with_path(variable.get_value()):
                     yield _name(which, path, keys), x
 
-    found = named(each())
+    found = name_entries(each())
     for name, x in found.items():
         is_array = hasattr(x, "dtype") and not (isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "OSUMm")
         if not is_array and not is_plain(x):

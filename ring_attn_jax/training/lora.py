@@ -18,7 +18,7 @@ from ring_attn_core.model.lora import LoRA, write_adapters
 from ..attend.tiles import accumulation_dtype
 from ..layers.parts import LinearMap, product
 from ..layers.transformer import RingTransformer
-from .ranks import agreed, gather_to_host
+from .ranks import gather_to_host, run_on_all
 
 
 class Adapter(nnx.Module):
@@ -41,7 +41,7 @@ def add_adapters(model: RingTransformer, lora: LoRA, first: Mapping[str, tuple[A
 
 def merge_adapters(model: nnx.Module) -> None:
     """Add ``scale b a`` to each weight with an adapter, and remove the adapters. Shardings stay as they are."""
-    for _, linear, adapter in _adapted(model):
+    for _, linear, adapter in _find_adapted(model):
         kernel, scale = linear.kernel[...], adapter.scale
 
         def merged(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float = scale) -> jax.Array:
@@ -55,8 +55,8 @@ def save_adapters(model: nnx.Module, lora: LoRA, folder: str | Path, base: str |
     """Save the adapters in the format of peft, as :func:`write_adapters`. Each process must call it; process 0 writes."""
     from safetensors.numpy import save_file
 
-    whole = {name: (gather_to_host(each.a[...]), gather_to_host(each.b[...])) for name, _, each in _adapted(model)}
-    agreed(lambda: None if jax.process_index() else write_adapters(folder, lora, whole, base, save_file))  # type: ignore[arg-type]
+    whole = {name: (gather_to_host(each.a[...]), gather_to_host(each.b[...])) for name, _, each in _find_adapted(model)}
+    run_on_all(lambda: None if jax.process_index() else write_adapters(folder, lora, whole, base, save_file))  # type: ignore[arg-type]
 
 
 def _linears(model: nnx.Module) -> Iterator[tuple[str, LinearMap]]:
@@ -65,7 +65,7 @@ def _linears(model: nnx.Module) -> Iterator[tuple[str, LinearMap]]:
             yield ".".join(map(str, path)), module
 
 
-def _adapted(model: nnx.Module) -> Iterator[tuple[str, LinearMap, Adapter]]:
+def _find_adapted(model: nnx.Module) -> Iterator[tuple[str, LinearMap, Adapter]]:
     """Yield (name, linear map, adapter) of each linear map with an adapter, in the order of the names."""
     for name, linear in sorted(_linears(model), key=lambda each: each[0]):
         if isinstance(linear.adapter, Adapter):

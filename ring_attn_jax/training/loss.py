@@ -82,7 +82,7 @@ def loss(
     settings, marked = ChunkSettings(int(ignore_index), int(chunk), order == "global"), Labels(labels, label_weights)
     if mesh is not None:
         names = ShardedAxes.of(mesh, axis_name, batch_axes, None).seen_in(marked.labels)
-        return _mapped(settings, reduction, names, logits, marked, head)
+        return _map_loss(settings, reduction, names, logits, marked, head)
     if batch_axes:
         raise ValueError(f"batch_axes={batch_axes!r} goes with mesh=...: inside shard_map name all axes in axis_name")
     return _over_ranks(logits, marked, head, settings, reduction, axis_name)
@@ -167,7 +167,7 @@ def int32_labels(labels: jax.Array) -> jax.Array:
     return labels.astype(jnp.int32)
 
 
-def _mapped(
+def _map_loss(
     settings: ChunkSettings, reduction: str, where: ShardedAxes, logits: jax.Array, labels: Labels, head: jax.Array | None
 ) -> jax.Array:
     """Return the loss of global arrays. ``where``: the axes of tokens and rows; the head is replicated."""
@@ -179,11 +179,11 @@ def _mapped(
         )
     specs = (tokens := PartitionSpec(where.batch_axes or None, where.axis_name)), tokens, PartitionSpec()
     place = lambda x, spec: jax.tree.map(lambda x: on_explicit_axes(x, where.mesh, spec), x)
-    return _compiled(settings, reduction, where, specs)(*map(place, (logits, labels, head), specs))
+    return _compile(settings, reduction, where, specs)(*map(place, (logits, labels, head), specs))
 
 
 @lru_cache(maxsize=256)
-def _compiled(settings: ChunkSettings, reduction: str, where: ShardedAxes, specs: tuple[PartitionSpec, ...]) -> Any:
+def _compile(settings: ChunkSettings, reduction: str, where: ShardedAxes, specs: tuple[PartitionSpec, ...]) -> Any:
     """Return the jitted function of global arrays, cached, because each call outside jit would compile a new function."""
     axes = where.axis_name, *where.batch_axes
     on_shards = lambda logits, labels, head: _over_ranks(logits, labels, head, settings, reduction, axes)

@@ -3,7 +3,7 @@
 The ranks of one process run one traced program, so ``ring_attention`` need not compare arguments, as it does in PyTorch. Several
 processes trace several programs, and the user calls ``check_ranks``.
 
-If one process fails to read or write weights or checkpoints, ``agreed`` and ``together`` raise its error in all processes.
+If one process fails to read or write weights or checkpoints, ``run_on_all`` and ``together`` raise its error in all processes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ring_attn_core.model.replica_check import (
     check_plain,
     check_replicas,
     differences,
-    named,
+    name_entries,
     plain_replica,
     table_digest,
     tables_from_json,
@@ -63,7 +63,7 @@ def check_ranks(what: Any) -> None:
     """
     processes, error = jax.process_count(), None
     try:
-        table = {name: _replicas(x) for name, x in named(_entries(what)).items()}
+        table = {name: _replicas(x) for name, x in name_entries(_entries(what)).items()}
     except Exception as objection:
         error, table = objection, {}
     if processes == 1 and error is not None:
@@ -125,16 +125,16 @@ def _content(x: jax.Array) -> str:
 def _tables_of_all(table: Table, error: Exception | None) -> list[Table]:
     """Return the tables {name: replicas} of all processes, or only this process's if all digests agree and no replicas differ."""
     mine = "" if error else table_digest(table)
-    if set(_gathered(mine)) == {mine} and not error and not differences([table], "process"):
+    if set(_gather(mine)) == {mine} and not error and not differences([table], "process"):
         return [table]
-    everybody = [json.loads(encoded) for encoded in _gathered(json.dumps({"error": error and str(error), "table": table}))]
+    everybody = [json.loads(encoded) for encoded in _gather(json.dumps({"error": error and str(error), "table": table}))]
     for process, each in enumerate(everybody):
         if each["error"] is not None:
             raise ValueError(f"process {process}: {each['error']}") from error
     return tables_from_json(each["table"] for each in everybody)
 
 
-def _gathered(text: str) -> list[str]:
+def _gather(text: str) -> list[str]:
     """All-gather one text of each process. Return the texts in the order of the process indices."""
     encoded = np.frombuffer(text.encode(errors="replace"), np.uint8)
     lengths = np.ravel(multihost_utils.process_allgather(np.array([encoded.size], np.int32)))
@@ -160,14 +160,14 @@ def together(call: str, mesh: Any) -> Iterator[list[str]]:
         if error is not None:
             raise error
         return
-    everybody = _exchanged(error, RankDifference, {"alike": alike})
+    everybody = _exchange(error, RankDifference, {"alike": alike})
     check_alike(f"what processes have read while {call}", "process", [", ".join(report["alike"]) for report in everybody])
 
 
-def _exchanged(error: Exception | None, on_some: type[ValueError], report: dict[str, Any]) -> list[dict[str, Any]]:
+def _exchange(error: Exception | None, on_some: type[ValueError], report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the ``report`` of each process, or raise their first error in each: as ``on_some`` if not all have one."""
     mine = report | {"error": error and [isinstance(error, OSError), str(error)]}
-    reports = [json.loads(text) for text in _gathered(json.dumps(mine))]
+    reports = [json.loads(text) for text in _gather(json.dumps(mine))]
     errors = [report["error"] for report in reports]
     for process, each in enumerate(errors):
         if each is not None:
@@ -181,12 +181,12 @@ def check_kinds(arrays: Mapping[str, Any]) -> None:
         return
     owner = ("process", jax.process_index())
     table = {name: [Replica(owner, array_kind("Array", x.dtype, x.shape), "")] for name, x in arrays.items()}
-    if len(set(_gathered(table_digest(table)))) > 1:
-        tables = tables_from_json(json.loads(each) for each in _gathered(json.dumps(table)))
+    if len(set(_gather(table_digest(table)))) > 1:
+        tables = tables_from_json(json.loads(each) for each in _gather(json.dumps(table)))
         check_replicas(tables, "process", "Make the same model in every process")
 
 
-def agreed(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
+def run_on_all(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
     """Return all processes' values of ``function``, which JSON can hold. ``alike`` must be equal. All raise the first failed
     process's error: an OSError as such, others as a ValueError."""
     error, value = None, None
@@ -198,7 +198,7 @@ def agreed(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
         if error is not None:
             raise error
         return [value]
-    gathered = _exchanged(error, ValueError, {"value": value, "alike": {name: in_words(x) for name, x in alike.items()}})
+    gathered = _exchange(error, ValueError, {"value": value, "alike": {name: in_words(x) for name, x in alike.items()}})
     for name in alike:
         values = [each["alike"][name] for each in gathered]
         if len(set(values)) > 1:

@@ -18,14 +18,14 @@ from flax import nnx
 
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.replica_check import load_alike
-from ring_attn_core.model.weight_files import CONFIG, OWN, Naming, WeightFolder, opened_folder, sources
+from ring_attn_core.model.weight_files import CONFIG, OWN, Naming, WeightFolder, open_folder, sources
 from ring_attn_core.model.weight_names import check_state
 from ring_attn_core.model.weight_saving import check_savable, replacing, write
 
 from ..layers.parts import dtype_name
 from ..layers.transformer import RingTransformer
-from .ranks import agreed, check_exists, check_kinds, gather_to_host, together
-from .weights import _parameters, _turned
+from .ranks import check_exists, check_kinds, gather_to_host, run_on_all, together
+from .weights import _parameters, _transpose
 
 LOADING = "loading weights"
 
@@ -69,9 +69,9 @@ def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], rin
     def describe(held: WeightFolder) -> tuple[Empty, TransformerConfig]:
         config, named = naming.config(held), zip(("param_dtype", "compute_dtype"), dtypes, strict=True)
         own = replace(config, **{name: dtype_name(x) for name, x in named if x is not None})
-        return described(held, own, naming, ring), config
+        return prepare_empty(held, own, naming, ring), config
 
-    return load_alike(lambda: opened_folder(folder), lambda: together(LOADING, ring.get("mesh")), describe, filled)
+    return load_alike(lambda: open_folder(folder), lambda: together(LOADING, ring.get("mesh")), describe, fill)
 
 
 class Empty(NamedTuple):
@@ -82,7 +82,7 @@ class Empty(NamedTuple):
     sharding: jax.NamedSharding | None
 
 
-def described(held: WeightFolder, config: TransformerConfig, naming: Naming, ring: dict[str, Any]) -> Empty:
+def prepare_empty(held: WeightFolder, config: TransformerConfig, naming: Naming, ring: dict[str, Any]) -> Empty:
     """Return the model of ``config`` without weight values, and the weights to read from each file of the folder ``held``."""
     model = nnx.eval_shape(lambda: RingTransformer.from_config(config, **ring, rngs=nnx.Rngs(0)))
     shapes = {name: _shape(path, p) for name, (path, p) in _parameters(model).items()}
@@ -91,7 +91,7 @@ def described(held: WeightFolder, config: TransformerConfig, naming: Naming, rin
     return Empty(model, sources(held, shapes, naming.renamed, naming.ignored(config)), everywhere)
 
 
-def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
+def fill(empty: Empty, held: WeightFolder) -> RingTransformer:
     model, everywhere = empty.model, empty.sharding
     kept = _parameters(model)
     flat = []
@@ -99,8 +99,8 @@ def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
         weights = held.files[file].weights
         for name, theirs in names.items():
             path, p = kept[name]
-            x = _turned(path, weights.get_tensor(theirs)).astype(p.get_value().dtype)
-            flat.append((path, p.replace(_placed(x, everywhere))))
+            x = _transpose(path, weights.get_tensor(theirs)).astype(p.get_value().dtype)
+            flat.append((path, p.replace(_place(x, everywhere))))
     nnx.update(model, nnx.from_flat_state(flat))
     return model
 
@@ -142,9 +142,9 @@ def save_folder(
         if error is not None:
             raise error
 
-    agreed(check)
+    run_on_all(check)
     check_kinds(arrays)
-    agreed(saved)
+    run_on_all(saved)
 
 
 def transformer_in(model: RingTransformer) -> RingTransformer:
@@ -155,7 +155,7 @@ def transformer_in(model: RingTransformer) -> RingTransformer:
 
 def _whole(model: RingTransformer) -> Iterator[tuple[str, np.ndarray]]:
     for name, (path, p) in _parameters(model).items():
-        yield name, np.ascontiguousarray(_turned(path, gather_to_host(p[...])))
+        yield name, np.ascontiguousarray(_transpose(path, gather_to_host(p[...])))
 
 
 def _shape(path: tuple[Any, ...], p: nnx.Variable) -> tuple[int, ...]:
@@ -164,6 +164,6 @@ def _shape(path: tuple[Any, ...], p: nnx.Variable) -> tuple[int, ...]:
     return shape[::-1] if path[-1] == "kernel" else shape
 
 
-def _placed(x: np.ndarray, sharding: jax.NamedSharding | None) -> jax.Array:
+def _place(x: np.ndarray, sharding: jax.NamedSharding | None) -> jax.Array:
     """Return ``x`` as a JAX array with ``sharding``, which may span several processes; for None, on the default device."""
     return jnp.asarray(x) if sharding is None else jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ring_attn_core.model.replica_check import named
+from ring_attn_core.model.replica_check import name_entries
 from ring_attn_core.model.weight_names import check_state
 
 from ..attend.tiles import accumulation_dtype
@@ -25,7 +25,7 @@ def to_numpy(module: nnx.Module) -> dict[str, np.ndarray]:
     """
     state = {}
     for name, (path, p) in _parameters(module).items():
-        state[name] = _turned(path, np.array(p[...], accumulation_dtype(p.dtype)))
+        state[name] = _transpose(path, np.array(p[...], accumulation_dtype(p.dtype)))
     return state
 
 
@@ -38,10 +38,10 @@ def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
     """
     parameters = _parameters(module)
     check_state(
-        {name: _turned(path, p[...]).shape for name, (path, p) in parameters.items()},
+        {name: _transpose(path, p[...]).shape for name, (path, p) in parameters.items()},
         {name: np.shape(x) for name, x in state.items()},
     )
-    flat = [(path, p.replace(_placed(_turned(path, state[name]), p[...]))) for name, (path, p) in parameters.items()]
+    flat = [(path, p.replace(_place(_transpose(path, state[name]), p[...]))) for name, (path, p) in parameters.items()]
     nnx.update(module, nnx.from_flat_state(flat))
     return module
 
@@ -49,15 +49,15 @@ def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
 def _parameters(module: nnx.Module) -> dict[str, tuple[tuple[Any, ...], Any]]:
     """Return {name: (flax path, variable)} of all parameters, by PyTorch name, such as ``blocks.0.attention.q.weight``."""
     flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
-    return named((".".join(map(str, (*path[:-1], _NAMES.get(str(path[-1]), path[-1])))), (path, p)) for path, p in flat)
+    return name_entries((".".join(map(str, (*path[:-1], _NAMES.get(str(path[-1]), path[-1])))), (path, p)) for path, p in flat)
 
 
-def _turned(path: tuple[Any, ...], x: Any) -> Any:
+def _transpose(path: tuple[Any, ...], x: Any) -> Any:
     """Transpose ``x`` if ``path`` leads to a flax kernel: a kernel is [in, out] and PyTorch's weight [out, in]."""
     return x.T if path[-1] == "kernel" else x
 
 
-def _placed(x: Any, old: jax.Array) -> jax.Array:
+def _place(x: Any, old: jax.Array) -> jax.Array:
     """Return ``x`` in the dtype of ``old``, and with its sharding if ``old`` is committed to devices."""
     if getattr(old, "committed", False):
         return jax.device_put(np.asarray(x).astype(old.dtype), old.sharding)

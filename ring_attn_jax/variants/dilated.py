@@ -20,7 +20,7 @@ from ring_attn_core.variants.dilated import FoldedBatches, Patterns, batches_of,
 from ..axes import ring_size, vary_alike
 from ..call.autograd import attention, reverse_only
 from ..call.prepare import Arrays, problem_of
-from .folded_batches import folded, mixed
+from .folded_batches import fold_shard, mix
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -107,12 +107,12 @@ def attend(
     rank = lax.axis_index(axis_name)
     queries, keys = places_of(batches)
     outs, lses = [], []
-    batched = folded(q, queries, rank), folded(k, keys, rank), folded(v, keys, rank)
+    batched = fold_shard(q, queries, rank), fold_shard(k, keys, rank), fold_shard(v, keys, rank)
     for each, q_of, k_of, v_of in zip(batches, *batched, strict=True):
         out, lse = attention(q_of, k_of, v_of, _arrays(each, key_mask, q, rank), each.options(options), axis_name)
         outs.append(out)
         lses.append(lse)
-    return mixed(outs, lses, queries, rank)
+    return mix(outs, lses, queries, rank)
 
 
 def _arrays(batches: FoldedBatches, key_mask: jax.Array | None, q: jax.Array, rank: jax.Array) -> Arrays:

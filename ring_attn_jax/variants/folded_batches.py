@@ -1,7 +1,7 @@
 """Folding of a shard into the folded batches of each pattern of dilated attention, and the reverse, with gradients.
 
-``folded`` copies an array into the folded batches of the core's ``variants/dilated.py`` by padding, slicing and reshaping,
-without gather or scatter. ``mixed`` puts the results (out_i, lse_i) of all patterns i back into the shard's token order, and sums
+``fold_shard`` copies an array into the folded batches of the core's ``variants/dilated.py`` by padding, slicing and reshaping,
+without gather or scatter. ``mix`` puts the results (out_i, lse_i) of all patterns i back into the shard's token order, and sums
 the out_i with softmax weights alpha_i, in at least float32 and in the patterns' order, as the gradients of an array are summed:
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
@@ -24,12 +24,12 @@ from ..attend.tiles import accumulation_dtype
 Places = tuple[Place, ...]
 
 
-def folded(x: jax.Array, places: Places, rank: jax.Array) -> tuple[jax.Array, ...]:
+def fold_shard(x: jax.Array, places: Places, rank: jax.Array) -> tuple[jax.Array, ...]:
     """Fold a shard ``x`` [b s h d] into folded batches [b * head_groups, slots, heads, d] of each pattern. Differentiable."""
     return _fold(x, rank, places)
 
 
-def mixed(outs: Sequence[jax.Array], lses: Sequence[jax.Array], queries: Places, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
+def mix(outs: Sequence[jax.Array], lses: Sequence[jax.Array], queries: Places, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Unfold the patterns' results and sum them, weighted by exp(lse_i - lse): out [b s h e], lse [b s h]. Differentiable.
 
     A token that sees no key in any pattern has out 0, lse -inf and zero gradients.

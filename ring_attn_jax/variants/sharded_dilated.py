@@ -15,7 +15,7 @@ from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 from ring_attn_core.variants.dilated import Patterns
 
-from ..axes import described, dtype_names
+from ..axes import describe_arrays, dtype_names
 from ..sharded import ShardedAxes, check_shards, over_mesh
 from .dilated import attend
 
@@ -77,7 +77,7 @@ def sharded_dilated_attention(
                 f'mixing "softmax", got dilations={tuple(dilations)} and mixing={mixing!r}: leave head_axis out, or choose others'
             )
     inputs = {"q": q, "k": k, "v": v} | ({} if key_mask is None else {"key_mask": key_mask})
-    for array in described({name: x for name, x in inputs.items() if name == "key_mask"}):
+    for array in describe_arrays({name: x for name, x in inputs.items() if name == "key_mask"}):
         check_array(array, q.shape, k.shape)
     pattern_pairs = Patterns(tuple(segment for segment, _ in pairs), tuple(dilation for _, dilation in pairs), mixing)
     return over_mesh(_attend, (options, pattern_pairs), inputs, where, where.specs(k.shape[2]), return_lse)

@@ -15,10 +15,10 @@ from jax.sharding import Mesh, PartitionSpec
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import full
 from ring_attn_core.problem.checks import check_array
-from ring_attn_core.variants.summary import Summaries, SummaryInputs, SummaryOptions, SummaryPlan, checked
+from ring_attn_core.variants.summary import Summaries, SummaryInputs, SummaryOptions, SummaryPlan, plan_call
 
 from ..attend.tiles import accumulation_dtype
-from ..axes import described, dtype_names, ring_size
+from ..axes import describe_arrays, dtype_names, ring_size
 from ..block import attend_block, merge
 from ..call.autograd import attention
 from ..call.prepare import Arrays
@@ -143,11 +143,11 @@ def sharded_summary_attention(
         deterministic=deterministic,
     )
     where = ShardedAxes.of(mesh, axis_name, batch_axes, head_axis)
-    return sharded(SummaryInputs(q, k, v, pool, key_mask), options, where, return_lse)
+    return run_sharded(SummaryInputs(q, k, v, pool, key_mask), options, where, return_lse)
 
 
 def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, axis_name: str) -> tuple[jax.Array, jax.Array]:
-    plan = _checked(inputs, options, ring_size(axis_name))
+    plan = _plan_call(inputs, options, ring_size(axis_name))
     q, k, v, _, key_mask = inputs
     first, end = _visible_range(plan, lax.axis_index(axis_name))
     extents = jnp.broadcast_to(jnp.stack([first, end], -1), (*q.shape[:2], 2)) if plan.blocks else None
@@ -230,22 +230,22 @@ def _summaries(inputs: SummaryInputs, plan: SummaryPlan, axis_name: str) -> Summ
     return Summaries(whole(pooled_k), whole(pooled_v), fraction)
 
 
-def _checked(inputs: SummaryInputs, options: SummaryOptions, ranks: int) -> SummaryPlan:
+def _plan_call(inputs: SummaryInputs, options: SummaryOptions, ranks: int) -> SummaryPlan:
     q, k, v, pool, _ = inputs
     dtype_names(q, k, v)
-    (pool_array,) = described({"pool": pool}) or (None,)
-    return checked({"q": q.shape, "k": k.shape, "v": v.shape}, pool_array, options, ranks)
+    (pool_array,) = describe_arrays({"pool": pool}) or (None,)
+    return plan_call({"q": q.shape, "k": k.shape, "v": v.shape}, pool_array, options, ranks)
 
 
-def sharded(inputs: SummaryInputs, options: SummaryOptions, where: ShardedAxes, return_lse: bool = False) -> Any:
+def run_sharded(inputs: SummaryInputs, options: SummaryOptions, where: ShardedAxes, return_lse: bool = False) -> Any:
     """Compute ``sharded_summary_attention`` from records. Return out, or (out, lse) if ``return_lse`` is True."""
     q, k, v, _, key_mask = inputs
     dtype_names(q, k, v)
     where = where.seen_in(q)
     check_shards(q, k, v, where)
-    _checked(inputs, options, 1)
+    _plan_call(inputs, options, 1)
     if key_mask is not None:
-        check_array(described({"key_mask": key_mask})[0], q.shape, k.shape)
+        check_array(describe_arrays({"key_mask": key_mask})[0], q.shape, k.shape)
     k_specs = where.specs(k.shape[2])
     specs = {name: k_specs[name] for name in ("q", "k", "v", "key_mask")} | {"pool": PartitionSpec(None, *k_specs["k"][2:3])}
     return over_mesh(_attend, (options,), inputs._asdict(), where, specs, return_lse)

@@ -20,8 +20,8 @@ from ring_attn_core.kernels.portable import launches as portable
 from ring_attn_core.runs import Band
 
 from .backend import sink_gradient
-from .keys import Keys, along_tokens, clipped, zeroed
-from .launch import aligned, launch
+from .keys import Keys, along_tokens, clip, zero_where
+from .launch import align, launch
 from .one_run import as_one_run
 from .recent import Unchanged, beside_capture, reusable, stream_of
 from .score import Score
@@ -54,23 +54,23 @@ class Kernels:
     def backward_inputs(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
         """Compute delta by a kernel, once for all steps of a backward. See ``Backend.backward_inputs``."""
         (out, lse, rest), (dout, dlse, _) = total, dtotal
-        q, dout = aligned(q), aligned(dout.to(q.dtype))
+        q, dout = align(q), align(dout.to(q.dtype))
         if self.call.fully_masked and not steps.zeroes_queries(self.call):
             unseen = (lse == -math.inf)[..., None]
-            q, dout = zeroed(q, unseen), zeroed(dout, unseen)
+            q, dout = zero_where(q, unseen), zero_where(dout, unseen)
         blank = None
         if self.call.fully_masked and score.sinks is not None:  # a query that sees no key: it, dout and dlse may hold NaN
             blank = (lse == score.sinks.float()) & ~out.any(-1)
             q, dout = (_finite(x, blank[..., None]) for x in (q, dout))
-        arrays = {"out": aligned(out), "lse": aligned(lse), "dout": dout, "dlse": aligned(dlse)}
+        arrays = {"out": align(out), "lse": align(lse), "dout": dout, "dlse": align(dlse)}
         if rest is not None:
-            arrays["rest"] = aligned(rest)
+            arrays["rest"] = align(rest)
         lse2, delta, *factor = launch(portable.delta(self.call, str(out.dtype).removeprefix("torch.")), arrays)
         dsinks = sink_gradient(score, total, delta.transpose(1, 2))
         if blank is not None:
             delta = _finite(delta, blank.transpose(1, 2))
         if factor:
-            dout, delta = aligned(dout * factor[0].transpose(1, 2)[..., None]), delta.mul_(factor[0])
+            dout, delta = align(dout * factor[0].transpose(1, 2)[..., None]), delta.mul_(factor[0])
         bounds = None
         if score.extents is not None and self.band is None:
             arrays = self._arrays(q, keys, rows, score)
@@ -138,7 +138,7 @@ class Kernels:
         if self.band is not None:
             rows, keys, score = as_one_run(rows, keys, score, q.shape[1], self.band)
         elif score.extents is not None:
-            score = score._replace(extents=_clipped(score.extents))
+            score = score._replace(extents=_clip(score.extents))
         return _arrays(q, keys, rows, score)
 
     def _add_bounds(self, arrays: dict[str, Tensor], query: BackwardInputs) -> None:
@@ -161,7 +161,7 @@ LISTED = {"rows", "extents", "bounds", "key_tiles"}
 
 def _finite(x: Tensor, where: Tensor) -> Tensor:
     """Return ``x`` with 0 for NaN and inf where the mask ``where`` is True."""
-    return aligned(torch.where(where, x.nan_to_num(0, 0, 0), x))
+    return align(torch.where(where, x.nan_to_num(0, 0, 0), x))
 
 
 def _add_lists(arrays: dict[str, Tensor], launches: Iterable[Launch], shared: bool = True) -> None:
@@ -181,37 +181,37 @@ def _recent_lists(each: Launch, inputs: tuple[Unchanged, ...], stream: int) -> t
     return launch(each, {name: x.tensor for name, x in zip(each.inputs, inputs, strict=True) if x.tensor is not None})
 
 
-def _clipped(extents: Tensor) -> Tensor:
+def _clip(extents: Tensor) -> Tensor:
     """Return the extents as int32, clipped to 0 .. ``BEYOND``, aligned to 16 bytes. Cache them if ``recent.reusable`` permits."""
     if reusable((extents,), extents.device):
         return _recently_clipped(Unchanged(extents), stream_of(extents.device))
-    return aligned(clipped(extents))
+    return align(clip(extents))
 
 
 @lru_cache(maxsize=8)  # an entry per batch, 8 bytes per query
 def _recently_clipped(extents: Unchanged, stream: int) -> Tensor:
     assert extents.tensor is not None
-    return aligned(clipped(extents.tensor))
+    return align(clip(extents.tensor))
 
 
 def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor]:
-    arrays = {"q": aligned(q), "rows": on_device(rows, q.device)}
+    arrays = {"q": align(q), "rows": on_device(rows, q.device)}
     if keys.v is None:
-        arrays["kv"] = aligned(keys.kv)
+        arrays["kv"] = align(keys.kv)
     else:
-        arrays["k"], arrays["v"] = aligned(keys.kv), aligned(keys.v)
+        arrays["k"], arrays["v"] = align(keys.kv), align(keys.v)
     if score.extents is not None:
-        arrays["extents"] = aligned(score.extents)
+        arrays["extents"] = align(score.extents)
     if keys.extents is not None:
-        arrays["key_extents"] = aligned(keys.extents)
+        arrays["key_extents"] = align(keys.extents)
     if keys.bits is not None:
         arrays["key_mask"], arrays["key_mask_spans"] = launch(
-            portable.unpack_key_mask(*keys.kv.shape[:2]), {"key_mask_bits": aligned(keys.bits)}
+            portable.unpack_key_mask(*keys.kv.shape[:2]), {"key_mask_bits": align(keys.bits)}
         )
     if score.sinks is not None:
-        arrays["sinks"] = aligned(score.sinks.float())
+        arrays["sinks"] = align(score.sinks.float())
     if score.alibi_slopes is not None:
-        arrays["alibi_slopes"] = aligned(score.alibi_slopes.float())
+        arrays["alibi_slopes"] = align(score.alibi_slopes.float())
     if score.dropout_seed is not None:
         words = (score.dropout_seed & WORD).to(torch.uint32)
         (arrays["dropout"],) = launch(portable.philox_keys(q.shape[0], q.shape[2]), {"dropout_seed": words})

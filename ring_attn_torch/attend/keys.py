@@ -31,9 +31,9 @@ def pack(
     arrays = [k.contiguous()] if v is None else [k, v] if two_arrays else [torch.cat([k, v], -1).contiguous()]
     bits = None
     if key_mask is not None:
-        arrays = [zeroed(x, ~key_mask[..., None, None]) for x in arrays]
+        arrays = [zero_where(x, ~key_mask[..., None, None]) for x in arrays]
         bits = bits_of(key_mask)
-    return Keys(arrays[0], bits, arrays[1] if len(arrays) == 2 else None, None if key_extents is None else clipped(key_extents))
+    return Keys(arrays[0], bits, arrays[1] if len(arrays) == 2 else None, None if key_extents is None else clip(key_extents))
 
 
 def bits_of(key_mask: Tensor) -> Tensor:
@@ -43,12 +43,12 @@ def bits_of(key_mask: Tensor) -> Tensor:
     return (whole << _bit(whole)).sum(-1).to(torch.uint8)
 
 
-def clipped(extents: Tensor) -> Tensor:
+def clip(extents: Tensor) -> Tensor:
     """Return extents [b n 2] of any integer dtype as int32, clipped to 0 .. ``BEYOND``."""
     return (extents if extents.dtype == torch.int32 else extents.long()).clamp(0, BEYOND).int()
 
 
-def zeroed(x: Tensor, where: Tensor) -> Tensor:
+def zero_where(x: Tensor, where: Tensor) -> Tensor:
     """Return x [b s h d] with 0 at each element, even NaN, where the mask [b s h 1] is True. View the data as 8-byte elements if
     aligned, because masked_fill of 2-byte elements is slow."""
     places = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
@@ -61,7 +61,7 @@ def unpack(keys: Keys) -> Tensor | None:
     return None if keys.bits is None else _mask_of(keys.bits, keys.kv.shape[1])
 
 
-def joined(parts: Keys, tokens: int) -> Keys:
+def join(parts: Keys, tokens: int) -> Keys:
     """Concatenate shards of ``tokens`` tokens. Each array of ``parts`` stacks all shards, [shards b ...]; k and v are packed."""
     bits = parts.bits
     if bits is not None:
@@ -76,20 +76,20 @@ def cut(keys: Keys, first: int, tokens: int) -> Keys:
 
 def along_tokens(function: Callable[[Tensor], Tensor], keys: Keys) -> Keys:
     """Apply ``function``, which selects tokens of arrays [b t ...], to each array of ``keys``."""
-    part = _mapped(function, keys._replace(bits=unpack(keys)))
+    part = _map(function, keys._replace(bits=unpack(keys)))
     return part if part.bits is None else part._replace(bits=bits_of(part.bits))
 
 
 def room_for(keys: Keys, tokens: int) -> Keys:
     bits = None if keys.bits is None else keys.bits.new_empty(len(keys.bits), -(-tokens // 8))
-    return _mapped(lambda x: x.new_empty(len(x), tokens, *x.shape[2:]), keys._replace(bits=None))._replace(bits=bits)
+    return _map(lambda x: x.new_empty(len(x), tokens, *x.shape[2:]), keys._replace(bits=None))._replace(bits=bits)
 
 
-def placed(parts: Sequence[tuple[int, Keys]], like: Keys) -> Keys:
+def place(parts: Sequence[tuple[int, Keys]], like: Keys) -> Keys:
     """Return keys shaped as ``like``: each part (first, keys) from token ``first`` on, other keys 0 (and masked)."""
     if len(parts) == 1 and parts[0][1].kv.shape == like.kv.shape:
         return parts[0][1]
-    shard = _mapped(torch.zeros_like, like._replace(bits=unpack(like)))
+    shard = _map(torch.zeros_like, like._replace(bits=unpack(like)))
     for first, part in parts:
         for x, new in zip(shard, part._replace(bits=unpack(part)), strict=True):
             if x is not None and new is not None:
@@ -102,7 +102,7 @@ def side_by_side(x: Tensor) -> Tensor:
     return x.transpose(0, 1).flatten(1, 2)
 
 
-def _mapped(function: Callable[[Tensor], Tensor], keys: Keys) -> Keys:
+def _map(function: Callable[[Tensor], Tensor], keys: Keys) -> Keys:
     arrays: list[Any] = [None if x is None else function(x) for x in keys]
     return Keys(*arrays)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ring_attn_core.kernels.bound_launch import BoundLaunch
-from ring_attn_core.kernels.compile import interpreted, kernel_function
+from ring_attn_core.kernels.compile import is_interpreted, kernel_function
 from ring_attn_core.kernels.launch import Descriptor, Launch, Output, Scalar, host_descriptor
 
 
@@ -33,7 +33,7 @@ class _ReadyLaunch:
         self._made = [(x.name, _like(x, device)) for x in launch.outputs if not x.over]
         self._overwritten = [(x.name, x.over) for x in launch.outputs if x.over]
         self._zeros = [(name, x) for name, x in launch.zeros.items()]
-        self._bound = BoundLaunch(launch, capability(device), device.index) if launch.grid and not interpreted() else None
+        self._bound = BoundLaunch(launch, capability(device), device.index) if launch.grid and not is_interpreted() else None
 
     def __call__(self, arrays: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         named, device, bound = {**arrays}, self._device, self._bound
@@ -88,11 +88,11 @@ def _zeros(x: Output, device: torch.device) -> Tensor:
 
 def _interpret(launch: Launch, named: Mapping[str, Tensor]) -> None:
     function = kernel_function(launch.kernel)
-    arguments = {parameter: _interpreted(x, named) for parameter, x in launch.arguments}
+    arguments = {parameter: _run_interpreted(x, named) for parameter, x in launch.arguments}
     function[(launch.grid,)](**dict.fromkeys(function.arg_names) | dict(launch.constants) | arguments)
 
 
-def _interpreted(x: Any, named: Mapping[str, Tensor]) -> Any:
+def _run_interpreted(x: Any, named: Mapping[str, Tensor]) -> Any:
     if isinstance(x, Scalar):
         return x.value
     if isinstance(x, Descriptor):
@@ -100,7 +100,7 @@ def _interpreted(x: Any, named: Mapping[str, Tensor]) -> Any:
     return named[x.name]
 
 
-def aligned(x: Tensor) -> Tensor:
+def align(x: Tensor) -> Tensor:
     """Return ``x`` contiguous and aligned to 16 bytes, as kernels need it."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -20,7 +20,7 @@ from torch import Tensor
 from ring_attn_core.kernels.call import BEYOND
 from ring_attn_core.runs import Band, Row
 
-from .keys import Keys, clipped
+from .keys import Keys, clip
 from .recent import Unchanged, reusable, stream_of
 from .score import Score
 from .tiles import Rows
@@ -50,25 +50,25 @@ def as_one_run(rows: Rows, keys: Keys, score: Score, queries: int, band: Band) -
     if reusable(given, device):
         extents, key_extents = _recent(*map(Unchanged, given), shards, stream_of(device))
     else:
-        extents, key_extents = _converted(*given, shards)
+        extents, key_extents = _convert(*given, shards)
     return ((one,),), keys._replace(extents=key_extents), score._replace(extents=extents)
 
 
-def _converted(extents: Tensor | None, key_extents: Tensor | None, shards: StepShards) -> tuple[Tensor, Tensor | None]:
+def _convert(extents: Tensor | None, key_extents: Tensor | None, shards: StepShards) -> tuple[Tensor, Tensor | None]:
     """Return extents [b s 2], cut to the mask ``of.band``, and key extents [b t 2], converted from positions to local indices."""
     least, most = _limits(shards.q_runs, shards.queries, shards.band, shards.device)
     if extents is None:
         extents = torch.stack([least[:, 0], most[:, 1]], -1).expand(shards.batch, -1, -1)
     else:
-        extents = clipped(extents).clamp(least, most)
+        extents = clip(extents).clamp(least, most)
     local_keys = None if key_extents is None else _local(_positions(shards.q_runs, shards.queries, shards.device), key_extents)
     return _local(_positions(shards.k_runs, shards.keys, shards.device), extents), local_keys
 
 
 @lru_cache(maxsize=32)  # an entry per step and batch, some 16 bytes per token on the device: all layers and passes share it
 def _recent(extents: Unchanged, key_extents: Unchanged, shards: StepShards, stream: int) -> tuple[Tensor, Tensor | None]:
-    """Return the result of ``_converted``. Cache it for the CUDA ``stream`` that computes it; other streams do not read it."""
-    return _converted(extents.tensor, key_extents.tensor, shards)
+    """Return the result of ``_convert``. Cache it for the CUDA ``stream`` that computes it; other streams do not read it."""
+    return _convert(extents.tensor, key_extents.tensor, shards)
 
 
 def _local(positions: Tensor, intervals: Tensor) -> Tensor:

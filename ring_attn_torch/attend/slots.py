@@ -24,7 +24,7 @@ from ring_attn_core.kernels.decode_call import DecodeCall
 from ring_attn_core.kernels.portable import launches
 from ring_attn_core.problem.decode import Decode, DecodeArrays
 
-from .launch import aligned, launch
+from .launch import align, launch
 
 CHUNK, CONVERTED = 2**20, 1024
 """The size of a chunk of slots in ``blockwise``: about CHUNK scores, but at least CONVERTED slots.
@@ -42,38 +42,38 @@ chunks of 4,096 slots it is 7.7e-7, and with chunks of 32,768 slots 2.1e-6. Test
 
 def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> Tensor:
     """Run the decode kernel over this rank's slots. Return the packed (out, lse) of each split, float32 [splits b n h e+1]."""
-    as_bytes = lambda x: aligned(x.view(torch.uint8) if call.fp8 else x)
+    as_bytes = lambda x: align(x.view(torch.uint8) if call.fp8 else x)
     arguments = {
-        "q": aligned(arrays.q),
+        "q": align(arrays.q),
         "k": as_bytes(arrays.k),
         "v": as_bytes(arrays.v),
-        "q_positions": aligned(arrays.q_positions),
-        "k_positions": aligned(arrays.k_positions),
+        "q_positions": align(arrays.q_positions),
+        "k_positions": align(arrays.k_positions),
     }
     if arrays.tree_mask is not None:
-        arguments["tree_mask"] = aligned(arrays.tree_mask.view(torch.uint8))
+        arguments["tree_mask"] = align(arrays.tree_mask.view(torch.uint8))
         arguments["depths"] = arrays.depths
     for name in ("alibi_slopes", "k_scale", "v_scale"):
         if (x := getattr(arrays, name)) is not None:
-            arguments[name] = aligned(x.float())
+            arguments[name] = align(x.float())
     (pairs,) = launch(launches.decode(call), arguments)
     return pairs
 
 
-def merged_by_kernel(pairs: Tensor, call: DecodeCall, ranks: int | None) -> Tensor:
+def merge_by_kernel(pairs: Tensor, call: DecodeCall, ranks: int | None) -> Tensor:
     """Merge packed (out, lse) pairs [pairs b n h e+1] by a kernel. ``ranks``: their number; None if each pair is one split's."""
     (pair,) = launch(launches.merge_pairs(call, ranks, False), {"pairs": pairs})
     return pair
 
 
-def ended_by_kernel(pairs: Tensor, sinks: Tensor | None, call: DecodeCall, ranks: int | None) -> tuple[Tensor, Tensor]:
-    """Merge as ``merged_by_kernel``, with the sinks. Return out [b n h e] in q's dtype and lse [b n h] in float32."""
-    arguments = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": aligned(sinks.float())}
+def end_by_kernel(pairs: Tensor, sinks: Tensor | None, call: DecodeCall, ranks: int | None) -> tuple[Tensor, Tensor]:
+    """Merge as ``merge_by_kernel``, with the sinks. Return out [b n h e] in q's dtype and lse [b n h] in float32."""
+    arguments = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": align(sinks.float())}
     out, lse = launch(launches.merge_pairs(call, ranks, True), arguments)
     return out, lse
 
 
-def merged(pairs: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def merge(pairs: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Merge packed (out, lse) pairs [pairs b n h e+1] and the sinks. Return out [b n h e] and lse [b n h] in the pairs' dtype."""
     outs, lses = pairs[..., :-1], pairs[..., -1]
     top = lses.amax(0) if sinks is None else torch.maximum(lses.amax(0), sinks.to(lses.dtype))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .blockwise import Blockwise
 from .keys import Keys
-from .launch import aligned
+from .launch import align
 from .score import Score
 from .state import BackwardInputs, State
 from .tiles import Rows
@@ -45,7 +45,7 @@ class Vendor(Blockwise):
     def merged(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
         """Merge attention to the visible keys into ``total`` in place. ``rest`` stays: vendors return no error of lse."""
         out, lse, _ = total
-        q, (k, v) = aligned(q), _two_arrays(keys, q.shape[-1])
+        q, (k, v) = align(q), _two_arrays(keys, q.shape[-1])
         for piece in pieces(rows) if q.numel() else ():
             q_part, k_part = q[:, piece.queries], (x[:, piece.keys] for x in (k, v))
             other, other_lse = self._forward(score.scale, piece.causal, q_part, *k_part)
@@ -58,7 +58,7 @@ class Vendor(Blockwise):
 
     def gradients(self, query: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
         assert query.out is not None
-        q, dout, out, lse = aligned(query.q), aligned(query.dout), aligned(query.out), query.lse
+        q, dout, out, lse = align(query.q), align(query.dout), align(query.out), query.lse
         k, v = _two_arrays(keys, q.shape[-1])
         dkv = torch.zeros_like(keys.kv, dtype=dq.dtype)
         dk, dv = _two_arrays(Keys(dkv), q.shape[-1])

@@ -26,7 +26,7 @@ from ..attend.state import Gradients, State, carries_rest
 from ..ring import loop
 from ..ring.agreement import refuse
 from ..ring.groups import group_of, ranks_of
-from .decide import decide, decided
+from .decide import decide, decide_backward
 from .prepare import Arrays, check_tensors, problem_of, refuse_transforms
 
 P = ParamSpec("P")
@@ -102,7 +102,7 @@ def backward(
     """Return dq, dk, dv and the gradient of the sinks (an empty tensor without sinks). ``cotangents``: (dout, dlse). ``saved``:
     (q, k, v, out, lse), then ``rest`` if the forward saved it."""
     (dout, dlse), (q, k, v, *total), group = cotangents, saved, group_of(call.group)
-    decision = decided(problem_of(q, k, v, arrays, ranks_of(group), call.options), arrays, group)
+    decision = decide_backward(problem_of(q, k, v, arrays, ranks_of(group), call.options), arrays, group)
     with no_autocast(q.device.type):
         keys, score, ring = decision.pack_keys(k, v, arrays), decision.score_with(arrays), decision.ring(group)
         dq, dkv, dsinks = loop.backward(q, keys, State(*total), State(dout, dlse), score, ring, decision.backend)

@@ -35,7 +35,7 @@ from ..attend.score import Score
 from ..attend.vendor import Vendor
 from ..ring.agreement import ALONE, History, exchange, record_of, same_error, timeout
 from ..ring.groups import Group, capturing, rank_in
-from ..ring.peer_access import Reach, check_access, reach, shared
+from ..ring.peer_access import Reach, can_share, check_access, reach
 from ..ring.step import Ring
 from .prepare import Arrays, check_served
 
@@ -125,10 +125,10 @@ def decide(problem: Problem, arrays: Arrays, group: Group, device: torch.device,
     return known
 
 
-def decided(problem: Problem, arrays: Arrays, group: Group) -> Decision:
+def decide_backward(problem: Problem, arrays: Arrays, group: Group) -> Decision:
     """Return the decision on the backward of a call. Exchange nothing."""
     record = record_of(group, problem.device)
-    return (record.agreed.get(_asked(problem, arrays, record)) or compile_call(problem, any_position=False)).backward
+    return (record.agreed.get(_decision_key(problem, arrays, record)) or compile_call(problem, any_position=False)).backward
 
 
 def _compare(problem: Problem, arrays: Arrays, group: Group, device: torch.device, ahead: bool) -> Decision:
@@ -136,7 +136,7 @@ def _compare(problem: Problem, arrays: Arrays, group: Group, device: torch.devic
     record = record_of(group, problem.device)
     with same_error(group):
         check_served(device, "" if group is None else group.group_name)
-        asked = _asked(problem, arrays, record)
+        asked = _decision_key(problem, arrays, record)
         known: Decision | None = record.agreed.get(asked)
         unread = _unread(arrays, asked, known, record)
         if known is not None and not unread and record.checked is None:
@@ -161,7 +161,7 @@ def _compare(problem: Problem, arrays: Arrays, group: Group, device: torch.devic
         ranks = [Reach(*each) for each in reached]
         if with_copies is None:
             check_access(ranks)
-        elif shared(ranks):
+        elif can_share(ranks):
             decision = with_copies
     if with_documents and all(fits):
         decision = with_documents
@@ -171,7 +171,7 @@ def _compare(problem: Problem, arrays: Arrays, group: Group, device: torch.devic
     return decision
 
 
-def _asked(problem: Problem, arrays: Arrays, record: History) -> Problem:
+def _decision_key(problem: Problem, arrays: Arrays, record: History) -> Problem:
     """Return the key of a decision: ``problem``, or if the values of its extents may change the decision, ``problem.within``."""
     if arrays.extents is None or record is ALONE or (problem.device not in EACH_TIME and arrays.extents.is_inference()):
         return problem

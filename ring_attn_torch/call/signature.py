@@ -16,7 +16,7 @@ from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.checks import rate_of
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.strategies import Strategy
-from ring_attn_core.records import remembered
+from ring_attn_core.records import remember
 from ring_attn_core.runs import Band
 
 from ..attend.dropout import Dropout
@@ -160,4 +160,4 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
-_known_options = remembered(Options)
+_known_options = remember(Options)

@@ -13,7 +13,7 @@ from ring_attn_core.data.sharding import check_arguments, check_key_mask, check_
 from ring_attn_core.data.trees import batch_of_trees, longest_path, trees_of
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 
-from .extents import converted, document_extents, integers, on_host
+from .extents import convert, document_extents, integers, on_host
 from .layout import _order, positions, to_layout
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def shard_batch(
     ids = integers("ids", ids, "batch", "length")
     owner, extents = torch.zeros_like(ids), None  # the document of each token, negative for padding
     if documents is not None:
-        owner = _shaped_like(ids, documents=integers("documents", documents, "batch", "length"))
+        owner = _check_shaped_like(ids, documents=integers("documents", documents, "batch", "length"))
         extents = document_extents(owner)
     key_extents = path_positions = longest = None
     if tree is not None:
@@ -95,14 +95,14 @@ def shard_batch(
         longest = longest_path(trees_of(*tree))
     layout = make_layout(layout, ranks, ids.shape[1], tree, partial(on_host, owner))
     if key_mask is not None:
-        key_mask = converted("key_mask", key_mask)
+        key_mask = convert("key_mask", key_mask)
         check_key_mask(key_mask.dtype == torch.bool, key_mask.dtype)
-        key_mask = _shaped_like(ids, key_mask=key_mask)
+        key_mask = _check_shaped_like(ids, key_mask=key_mask)
         owner = torch.where(key_mask, owner, -1)
     given = labels is not None and documents is not None
     if labels is None:
         labels = torch.where(_next(owner, -1) == owner, _next(ids, ignore_index), ignore_index)
-    labels = _shaped_like(ids, labels=integers("labels", labels, "batch", "length"))
+    labels = _check_shaped_like(ids, labels=integers("labels", labels, "batch", "length"))
     if given:
         check_labels(on_host(labels), on_host(ids), on_host(owner))
     labels = torch.where(owner < 0, ignore_index, labels)
@@ -122,7 +122,7 @@ def shard_batch(
     return Shard(shard(ids), shard(labels, ignore_index), where, extents, key_mask, ids.shape[1], key_extents, dealt, longest)
 
 
-def _shaped_like(ids: Tensor, **array: Tensor) -> Tensor:
+def _check_shaped_like(ids: Tensor, **array: Tensor) -> Tensor:
     ((name, x),) = array.items()
     check_shape(name, tuple(x.shape), tuple(ids.shape))
     return x

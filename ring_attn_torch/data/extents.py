@@ -52,20 +52,20 @@ def prefix_extents(prefix: int | Int[Tensor, " batch"], length: int) -> Int[Tens
     not an integer, or if ``prefix`` is outside 0 .. length. Under torch.compile the value of ``prefix`` is not checked.
     """
     check_length(length)
-    first = integers("prefix", prefix, *(["batch"] if converted("prefix", prefix).ndim else []))
+    first = integers("prefix", prefix, *(["batch"] if convert("prefix", prefix).ndim else []))
     check_prefix(on_host(first), length)
     end = torch.maximum(first.reshape(-1, 1), torch.arange(1, length + 1, device=first.device)).int()
     return torch.stack([torch.zeros_like(end), end], -1)
 
 
 def integers(name: str, x: Any, *dims: str) -> Tensor:
-    array = converted(name, x)
+    array = convert(name, x)
     if array.dtype == torch.bool or array.is_floating_point() or array.is_complex() or array.ndim != len(dims):
         raise ValueError(f"{name} must be integers [{', '.join(dims)}], got {array.dtype} {list(array.shape)}")
     return array.long()
 
 
-def converted(name: str, x: Any) -> Tensor:
+def convert(name: str, x: Any) -> Tensor:
     try:
         return torch.as_tensor(x)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ring_attn_core.layouts import check_pad_value, check_padded, check_rank, check_ranks, named, padded_local
+from ring_attn_core.layouts import check_pad_value, check_padded, check_rank, check_ranks, find_layout, padded_local
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.checks import check_along, check_number
 
@@ -64,7 +64,7 @@ def positions(layout: str | BalancedLayout, ranks: int, length: int, rank: int) 
         layout.check(ranks, length)
         held = (torch.arange(start, start + length, dtype=torch.int32) for start, length in layout.runs[rank])
         return torch.cat([torch.empty(0, dtype=torch.int32), *held])
-    runs = named(layout)(rank, ranks, padded_local(layout, ranks, length))
+    runs = find_layout(layout)(rank, ranks, padded_local(layout, ranks, length))
     return torch.cat([run.start + run.stride * torch.arange(run.length, dtype=torch.int32) for run in runs])
 
 

@@ -66,10 +66,10 @@ def block_mask_arguments(block_mask: BlockMask, shape: Shape) -> DenseMaskArgume
     try:
         state = shape, _state(block_mask.mask_mod, held)
     except _Unknown:
-        return _evaluated(block_mask, shape)
+        return _evaluate(block_mask, shape)
     if block_mask in _known and _known[block_mask][0] == state:
         return _known[block_mask][2]
-    parts = _evaluated(block_mask, shape)
+    parts = _evaluate(block_mask, shape)
     _known[block_mask] = state, held, parts
     return parts
 
@@ -127,13 +127,13 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _evaluated(block_mask: BlockMask, shape: Shape) -> DenseMaskArguments:
+def _evaluate(block_mask: BlockMask, shape: Shape) -> DenseMaskArguments:
     """Evaluate the mask_mod at every pair, in blocks of queries, and convert the result to arguments of the ring."""
     from torch.nn.attention.flex_attention import create_mask
 
     device = block_mask.kv_num_blocks.device
     batch, heads, queries, keys = shape
-    partial, full = (_listed(block_mask, kind).expand(batch, heads, -1, -1) for kind in ("kv", "full_kv"))
+    partial, full = (_list_blocks(block_mask, kind).expand(batch, heads, -1, -1) for kind in ("kv", "full_kv"))
     tall, wide = block_mask.BLOCK_SIZE
     key_blocks = torch.arange(keys, device=device) // wide
     step = max(BLOCK // max(batch * heads * keys, 1), 1)
@@ -163,7 +163,7 @@ def _evaluated(block_mask: BlockMask, shape: Shape) -> DenseMaskArguments:
     return parts
 
 
-def _listed(block_mask: BlockMask, kind: str) -> Tensor:
+def _list_blocks(block_mask: BlockMask, kind: str) -> Tensor:
     """Return bool [batch, heads, query blocks, key blocks]: True for listed blocks of ``kind``, "kv" (partial) or "full_kv"."""
     partial = block_mask.kv_indices
     count, indices = getattr(block_mask, f"{kind}_num_blocks"), getattr(block_mask, f"{kind}_indices")

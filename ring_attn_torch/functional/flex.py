@@ -125,20 +125,20 @@ def _arguments_of(score_mod: Any, device: torch.device) -> Arguments:
     if torch.compiler.is_compiling():
         raise ValueError("score_mod is read by tracing it, which torch.compile cannot: call ring_attention with softcap=")
     try:
-        graph, constants = _traced(score_mod, device)
+        graph, constants = _trace(score_mod, device)
     except Exception as error:
         raise ValueError(f"score_mod cannot be traced, {error}: {INSTEAD}") from error
     for constant in constants:
-        if isinstance(constant, float | int) and graph == _traced(softcap(constant), device)[0]:
+        if isinstance(constant, float | int) and graph == _trace(softcap(constant), device)[0]:
             return {"softcap": float(constant)}
-        if isinstance(constant, Tensor) and constant.ndim == 1 and graph == _traced(alibi(constant), device)[0]:
+        if isinstance(constant, Tensor) and constant.ndim == 1 and graph == _trace(alibi(constant), device)[0]:
             if constant.dtype not in (torch.float32, torch.float64):
                 raise ValueError(f"score_mod has slopes of {constant.dtype}, in which torch rounds the bias: pass slopes.float()")
             return {"alibi_slopes": constant}
     raise ValueError(f"score_mod computes something else than a softcap or ALiBi: {INSTEAD}")
 
 
-def _traced(score_mod: Callable[..., Any], device: torch.device) -> tuple[Any, list[Any]]:
+def _trace(score_mod: Callable[..., Any], device: torch.device) -> tuple[Any, list[Any]]:
     """Return the graph of ``score_mod`` as nested tuples, with operands of a + or * sorted, and a list of its constants."""
     from torch.fx.experimental.proxy_tensor import make_fx
 

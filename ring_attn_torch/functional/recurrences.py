@@ -129,7 +129,7 @@ def mamba_chunk_scan_combined(
     """
     arrays = lambda: (_like(x, z), step_sizes(dt, dt_bias, dt_softplus).clamp(*dt_limit))
     (x, dt), where = _on_ring("mamba_chunk_scan_combined", arrays, (group, layout, length), {"ids": seq_idx}, others)
-    return _gated(state_space(x, dt, A, B, C, D=D, **where), z)
+    return _gate(state_space(x, dt, A, B, C, D=D, **where), z)
 
 
 def selective_scan_fn(
@@ -159,7 +159,7 @@ def selective_scan_fn(
         return x, step_sizes(dt, delta_bias, delta_softplus), *rest
 
     (x, dt, *rest), where = _on_ring("selective_scan_fn", arrays, (group, layout, length), {}, others)
-    return _gated(state_space(x, dt, A, *rest, D=D, **where).transpose(1, 2), z)
+    return _gate(state_space(x, dt, A, *rest, D=D, **where).transpose(1, 2), z)
 
 
 def _like(x: Tensor, z: Tensor | None) -> Tensor:
@@ -169,7 +169,7 @@ def _like(x: Tensor, z: Tensor | None) -> Tensor:
     return x
 
 
-def _gated(out: Tensor, z: Tensor | None) -> Tensor:
+def _gate(out: Tensor, z: Tensor | None) -> Tensor:
     return out if z is None else (wide(out) * F.silu(wide(z))).to(out.dtype)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.data.dense_masks import DenseMaskArguments
-from ring_attn_core.layouts import named
+from ring_attn_core.layouts import find_layout
 from ring_attn_core.masks import full
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.validation import as_number, in_words
@@ -46,7 +46,7 @@ class Shards(NamedTuple):
     def own(self, x: Any, side: int, device: torch.device) -> Tensor:
         """Return this rank's shard of a global array [rows, length, ...], zero-padded. ``side``: 0 for queries, 1 for keys."""
         x = torch.as_tensor(x, device=device)
-        runs = named(self.layout)(self.rank, self.ranks, self.local[side])
+        runs = find_layout(self.layout)(self.rank, self.ranks, self.local[side])
         at = torch.cat([torch.arange(run.start, run.start + run.stride * run.length, run.stride, device=device) for run in runs])
         padding = x.new_zeros(x.shape[0], self.ranks * self.local[side] - x.shape[1], *x.shape[2:])
         return torch.cat([x, padding], 1).index_select(1, at)
@@ -65,7 +65,7 @@ def shards_of(q: Tensor, k: Tensor, ring: RingArguments) -> Shards:
     """Return the ``Shards`` of a call on q and k [batch, tokens, heads, head_dim]; on one rank "contiguous", never padded."""
     group = ring_of(ring.group)
     ranks = ranks_of(group)
-    named(ring.layout)
+    find_layout(ring.layout)
     layout = ring.layout if ranks > 1 else "contiguous"  # for one rank all layouts are the same, and this one is never padded
     plan = RingPlan(layout, full(), ranks, q.shape[1], k.shape[1], ring.length, ring.kv_length)  # type: ignore[arg-type]
     return Shards(rank_in(group), ranks, layout, (q.shape[1], k.shape[1]), (plan.length, plan.kv_length))

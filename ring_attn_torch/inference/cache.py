@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.cache import checks
-from ring_attn_core.cache.placement import held
+from ring_attn_core.cache.placement import count_held
 from ring_attn_core.cache.spec import CacheSpec
 from ring_attn_core.validation import is_integer
 
@@ -21,8 +21,8 @@ from ..ring.agreement import AgreedCall, agree_on, same_error
 from ..ring.groups import capturing, rank_in, ranks_of, ring_of
 from .merge import refuse_gradients
 from .requests import VERSIONS, Lengths, Requests, Rows, empty, empty_states
-from .scales import checked_scales, of_first, quantized
-from .step import CachedRequests, DecodeStep, appended, known_rows, prefilled
+from .scales import make_scales, of_first, quantize
+from .step import CachedRequests, DecodeStep, append_chunk, append_tokens, known_rows
 
 
 class LayerPart(NamedTuple):
@@ -109,7 +109,7 @@ class KVCache(Requests):
             spec = CacheSpec.of(
                 config, batch, capacity, ranks_of(ring), dtype=None if dtype is None else dtype_name(dtype), **options
             )
-            scales = checked_scales(spec, k_scale, v_scale, where)
+            scales = make_scales(spec, k_scale, v_scale, where)
         values = [tuple(map(tuple, x.tolist())) if scaled else None for x in scales]
         alike = *spec.fingerprint(), ("k_scale", values[0]), ("v_scale", values[1])
         agree_on(AgreedCall("KVCache.make", where.type, alike, each_time=scaled), ring, lambda: None)
@@ -136,7 +136,7 @@ class KVCache(Requests):
         which = self._rows(these, rows is None)
         held = self._held(which["rows"])
         record: dict[str, Any] = {"tokens": tokens, "layout": None, "length": tokens, "fresh": False, "certain": valid is None}
-        record |= appended(held, tokens, valid) | which
+        record |= append_tokens(held, tokens, valid) | which
         return DecodeStep(**record, before=held.lengths, version=self.version, host=(tuple(these), None))
 
     def prefill_step(
@@ -169,7 +169,7 @@ class KVCache(Requests):
             counts = tokens * spec.ranks if host_lengths is None else host_lengths
             counts = [counts] * len(these) if is_integer(counts) else counts
             chunk.extend(checks.check_lengths(counts, len(these), tokens * spec.ranks, "what the shards hold"))
-            counts_of_ranks.extend(held(layout, spec.ranks, tokens, length) for length in chunk)
+            counts_of_ranks.extend(count_held(layout, spec.ranks, tokens, length) for length in chunk)
             if fresh and any(self.host_state.lengths[row] for row in these):
                 raise ValueError("fresh=True, and some request of the step has tokens: reset it, or leave fresh out")
             if any(self.host_state.lengths[row] for row in these):
@@ -184,7 +184,7 @@ class KVCache(Requests):
         which = self._rows(these, rows is None)
         cached = self._held(which["rows"])
         record: dict[str, Any] = {"tokens": tokens, "layout": layout, "length": max(chunk), "certain": any(chunk)} | which
-        record |= prefilled(cached, torch.tensor(chunk, dtype=torch.int32, device=device), layout, tokens)
+        record |= append_chunk(cached, torch.tensor(chunk, dtype=torch.int32, device=device), layout, tokens)
         host = tuple(these), tuple(map(tuple, counts_of_ranks))
         return DecodeStep(**record, fresh=not any(known), before=cached.lengths, version=self.version, host=host)
 
@@ -217,7 +217,7 @@ class KVCache(Requests):
         for kept, new, scale in ((self.k, k, self.k_scale), (self.v, v, self.v_scale)):
             new = new if step.source is None else new[step.in_step, step.source]
             if self.spec.float8:  # as bytes: some devices have no index_put of float8
-                new, kept = quantized(new, scale[layer]).view(torch.uint8), kept.view(torch.uint8)
+                new, kept = quantize(new, scale[layer]).view(torch.uint8), kept.view(torch.uint8)
             kept[layer].index_put_((step.into, step.slots), new)
         step.written.add(layer)
         return self

@@ -13,8 +13,8 @@ from ring_attn_core.model.generation import Generation
 from ..ring.groups import ranks_of
 from .cache import KVCache
 from .forward import Decoder, decode_step, logits_of
-from .merge import summed
-from .sampling import drawn, on_device
+from .merge import sum_over_ranks
+from .sampling import draw, on_device
 
 Read = Callable[[], list[int]]
 
@@ -41,7 +41,7 @@ class DecodeLoop:
 
     def begin(self, hidden: Tensor) -> None:
         """Draw the first new tokens from the prompts' last hidden states [requests, dim], each nonzero on at most one rank."""
-        self._take(logits_of(self._model, summed(hidden, self._cache.ring)))
+        self._take(logits_of(self._model, sum_over_ranks(hidden, self._cache.ring)))
 
     def step(self) -> None:
         """Append the newest token of each unfinished request to the cache, and draw each request's next token."""
@@ -98,7 +98,7 @@ class DecodeLoop:
         self._take(logits[:, 0])
 
     def _take(self, logits: Tensor) -> None:
-        new = drawn(logits, self._parameters, self._requests, self._cache.lengths)
+        new = draw(logits, self._parameters, self._requests, self._cache.lengths)
         if ranks_of(self._cache.ring) > 1:
             dist.broadcast(new, group=self._cache.ring, group_src=0)
         self.tokens.copy_(new)

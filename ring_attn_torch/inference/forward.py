@@ -23,7 +23,7 @@ from ..data.layout import to_layout
 from ..ring.agreement import AgreedCall, agree_on, device_type, same_error
 from ..ring.groups import Group, is_dtensor, rank_in, ranks_of, ring_of
 from .cache import KVCache
-from .merge import summed
+from .merge import sum_over_ranks
 from .prefill import prefill
 from .requests import Lengths
 from .states import States, mix_chunk, mix_tokens
@@ -75,10 +75,10 @@ def decode_step(
     if a layer's mask is neither causal nor a sliding window of earlier tokens, if weights are split over ranks, or if an id is
     outside the vocabulary (not checked on a GPU). After a first call a CUDA graph may capture the call: ``docs/cache.md``.
     """
-    return _as_it_stands(_decoded)(model, ids, cache, valid)
+    return _as_it_stands(_decode_tokens)(model, ids, cache, valid)
 
 
-def _decoded(model: Decoder, ids: Tensor, cache: KVCache, valid: Tensor | None) -> tuple[Tensor, KVCache]:
+def _decode_tokens(model: Decoder, ids: Tensor, cache: KVCache, valid: Tensor | None) -> tuple[Tensor, KVCache]:
     _agree("decode_step", model, ids, cache)
     with torch.no_grad(), no_autocast(ids.device.type):
         step = cache.step(ids.shape[1], valid=valid)
@@ -112,14 +112,14 @@ def prefill_prompts(
     Raise ValueError as :func:`decode_step` does, or if a length is below 0 or above the size of the chunk. Also raise it if a
     request already has tokens and ``fresh`` is True or the model has ALiBi.
     """
-    return _as_it_stands(_prompted)(model, ids, cache, lengths, fresh)
+    return _as_it_stands(_prefill_prompts)(model, ids, cache, lengths, fresh)
 
 
-def _prompted(model: Decoder, ids: Tensor, cache: KVCache, lengths: Lengths | None, fresh: bool) -> tuple[Tensor, KVCache]:
+def _prefill_prompts(model: Decoder, ids: Tensor, cache: KVCache, lengths: Lengths | None, fresh: bool) -> tuple[Tensor, KVCache]:
     _agree("prefill_prompts", model, ids, cache)
     with torch.no_grad(), no_autocast(ids.device.type):
         hidden = last_hidden(model, ids, cache, lengths, fresh=fresh)
-        return logits_of(model, summed(hidden, cache.ring)), cache
+        return logits_of(model, sum_over_ranks(hidden, cache.ring)), cache
 
 
 def _as_it_stands(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from .decode_loop import DecodeLoop
 from .forward import Decoder, check_model, computes_in, last_hidden
 
 
-def generated(
+def generate_tokens(
     model: Decoder, arguments: dict[str, Any], on_token: OnToken | None = None, progress: Progress | None = None
 ) -> list[list[int]]:
     group = model.ring.group
@@ -33,11 +33,11 @@ def generated(
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with torch.no_grad(), no_autocast(device.type), on_device:
         loop = DecodeLoop(model, cache, generation)
-        loop.begin(_prefilled(model, cache, generation, progress))
+        loop.begin(_prefill(model, cache, generation, progress))
         return answers(loop, generation, on_token)
 
 
-def _prefilled(model: Decoder, cache: KVCache, generation: Generation, progress: Progress | None) -> torch.Tensor:
+def _prefill(model: Decoder, cache: KVCache, generation: Generation, progress: Progress | None) -> torch.Tensor:
     """Prefill the prompts. Return their last tokens' hidden states [requests, dim], 0 on ranks that do not hold the token."""
     device, hidden, done = cache.counts.device, None, 0
     for start, lengths, tokens in generation.chunks():

@@ -44,15 +44,15 @@ def in_global_order(
             torch.cat([pick(held), x], 1)
             for held, x in ((cache.k[layer], k), (cache.v[layer], v), (cache.positions, step.positions))
         )
-    whole = [_placed(q, step.positions, length)]
-    whole += [_placed(all_gather(x, cache.ring), all_gather(places, cache.ring), length) for x in (k, v)]
+    whole = [_place(q, step.positions, length)]
+    whole += [_place(all_gather(x, cache.ring), all_gather(places, cache.ring), length) for x in (k, v)]
     with no_autocast(q.device.type):
-        out = _attended(compile_call(problem, any_position=False), whole, arrays, step)
+        out = _attend(compile_call(problem, any_position=False), whole, arrays, step)
     rows = torch.arange(len(out), device=out.device)[:, None]
     return out[rows, step.positions.clamp(min=0).long()].masked_fill((step.positions < 0)[..., None, None], 0)
 
 
-def _placed(x: Tensor, positions: Tensor, length: int) -> Tensor:
+def _place(x: Tensor, positions: Tensor, length: int) -> Tensor:
     """Return x [b n h d] at its ``positions`` in an array [b length h d], 0 elsewhere. At -1 there is no token."""
     whole = x.new_zeros(len(x), length + 1, *x.shape[2:])
     rows = torch.arange(len(x), device=x.device)[:, None]
@@ -60,7 +60,7 @@ def _placed(x: Tensor, positions: Tensor, length: int) -> Tensor:
     return whole[:, :length]
 
 
-def _attended(decision: Decision, whole: list[Tensor], arrays: Arrays, step: DecodeStep) -> Tensor:
+def _attend(decision: Decision, whole: list[Tensor], arrays: Arrays, step: DecodeStep) -> Tensor:
     """Return the attention of the whole sequence, true in the tiles of this rank's queries alone."""
     (q, k, v), plan, backend = whole, decision.steps, decision.backend
     places = np.unique(step.positions.cpu().numpy())

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.problem.checks import check_own_pair
 
-from ..attend.slots import merged
+from ..attend.slots import merge
 from ..attend.tiles import accumulation_dtype
 from ..ring import collectives
 from ..ring.agreement import AgreedCall, agree_on
@@ -43,7 +43,7 @@ def merge_ring(pair: tuple[Tensor, Tensor], *, group: dist.ProcessGroup | Device
     out, lse = pair
     wide = torch.promote_types(torch.promote_types(out.dtype, lse.dtype), torch.float32)
     packed = torch.cat([out.to(wide), lse.to(wide)[..., None]], -1)
-    return merged(gather_pairs(packed, ring), None)
+    return merge(gather_pairs(packed, ring), None)
 
 
 def gather_pairs(pair: Tensor, ring: Group) -> Tensor:
@@ -56,7 +56,7 @@ def gather_pairs(pair: Tensor, ring: Group) -> Tensor:
     return pairs
 
 
-def summed(hidden: Tensor, ring: Group) -> Tensor:
+def sum_over_ranks(hidden: Tensor, ring: Group) -> Tensor:
     """Return the sum of ``hidden`` [batch, ...] over the ranks. Each token is nonzero on at most one rank."""
     if ranks_of(ring) == 1:
         return hidden

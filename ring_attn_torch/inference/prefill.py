@@ -25,7 +25,7 @@ from ..ring.groups import Group, group_name, rank_in, ranks_of
 from ..ring.halo import all_gather
 from .cache import KVCache
 from .global_order import in_global_order
-from .scales import restored
+from .scales import restore
 from .step import DecodeStep, shards
 
 if TYPE_CHECKING:
@@ -119,15 +119,15 @@ def _over_cached(q: Tensor, cache: KVCache, layer: int, step: DecodeStep, option
     ring, ranks = cache.ring, ranks_of(cache.ring)
     queries = all_gather(q, ring)
     k, v, extents = _in_order(cache, layer, step, options.mask.hi)
-    k = restored(k, cache.k_scale[layer], q.dtype) if cache.spec.float8 else k
-    v = restored(v, cache.v_scale[layer], q.dtype) if cache.spec.float8 else v
+    k = restore(k, cache.k_scale[layer], q.dtype) if cache.spec.float8 else k
+    v = restore(v, cache.v_scale[layer], q.dtype) if cache.spec.float8 else v
     backend = "auto" if options.backend in VENDORS else options.backend
     in_block = Options(layout="contiguous", mask=full(), scale=options.scale, softcap=options.softcap, backend=backend)
     runs = Run(0, queries.shape[1]), Run(0, k.shape[1])
     part = block_state(queries, k, v, Arrays(extents), in_block, runs)
     if ranks == 1:
         return part
-    return _merged(State(*(_to_owners(x, ranks, ring) for x in part.arrays)))
+    return _merge(State(*(_to_owners(x, ranks, ring) for x in part.arrays)))
 
 
 def _to_owners(x: Tensor, ranks: int, ring: Group) -> Tensor:
@@ -163,7 +163,7 @@ def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) 
     return k, v, torch.stack([first, torch.maximum(end, first)], -1) * real[..., None]
 
 
-def _merged(parts: State) -> State:
+def _merge(parts: State) -> State:
     """Merge in order the States, stacked along dimension 0, of the same queries over disjoint sets of keys."""
     out, lse, rest = parts
     top = lse.amax(0)
@@ -182,4 +182,4 @@ def _with_sinks(total: State, sinks: Tensor) -> State:
     sink = State(torch.zeros_like(total.out), sinks.to(total.lse.dtype).expand_as(total.lse))
     if total.rest is not None:
         sink = sink._replace(rest=torch.zeros_like(total.rest))
-    return _merged(State(*(torch.stack(x) for x in zip(total.arrays, sink.arrays, strict=True))))
+    return _merge(State(*(torch.stack(x) for x in zip(total.arrays, sink.arrays, strict=True))))

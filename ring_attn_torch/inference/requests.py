@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.cache import checks
 from ring_attn_core.cache.host_state import HostState
-from ring_attn_core.cache.placement import held, removed
+from ring_attn_core.cache.placement import count_held, count_removed
 from ring_attn_core.cache.spec import CacheSpec
 from ring_attn_core.layouts import padded_local
 from ring_attn_core.validation import as_number
@@ -96,7 +96,7 @@ class Requests:
             self.check_rows_room(more, these)
         else:
             local = padded_local(layout, self.spec.ranks, max(more))
-            self.check_shards([held(layout, self.spec.ranks, local, length) for length in more], these)
+            self.check_shards([count_held(layout, self.spec.ranks, local, length) for length in more], these)
         return self
 
     def reserve(self, tokens: int) -> Self:
@@ -154,7 +154,7 @@ class Requests:
         keep = torch.minimum(keep, self.lengths)
         slots = torch.arange(spec.remembered, dtype=torch.int32, device=device)
         ranks = torch.arange(spec.ranks, dtype=torch.int16, device=device)
-        self.counts -= removed(self.lengths, keep, self.owners[:, :-1], slots, ranks)
+        self.counts -= count_removed(self.lengths, keep, self.owners[:, :-1], slots, ranks)
         self.positions.masked_fill_(self.positions >= keep[:, None], -1)
         self.lengths.copy_(keep)
         self.version = next(VERSIONS)

@@ -1,6 +1,6 @@
 """Sampling of the next token of each request from its logits, on the device, by the Gumbel-max trick.
 
-``sample`` checks its arguments and calls ``drawn``, which the decode loop calls too. ``ring_attn_core/sampling.py`` has the
+``sample`` checks its arguments and calls ``draw``, which the decode loop calls too. ``ring_attn_core/sampling.py`` has the
 formula.
 """
 
@@ -55,7 +55,7 @@ def sample(
     logits = torch.as_tensor(logits)
     parameters = on_device(sampling.parameters, logits.device)
     with torch.no_grad(), no_autocast(logits.device.type):
-        return drawn(logits, parameters, _numbers(requests, logits), _numbers(positions, logits))
+        return draw(logits, parameters, _numbers(requests, logits), _numbers(positions, logits))
 
 
 def _numbers(numbers: Any, logits: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def on_device(parameters: SamplingParameters, device: torch.device) -> SamplingP
     return parameters._replace(**{name: torch.tensor(x, device=device) for name, x in lists.items()})
 
 
-def drawn(logits: Tensor, parameters: SamplingParameters, requests: Tensor, positions: Tensor) -> Tensor:
+def draw(logits: Tensor, parameters: SamplingParameters, requests: Tensor, positions: Tensor) -> Tensor:
     """Draw the next token, int64 [b], of each request from logits [b vocab]. ``positions`` [b]: the cached tokens of each."""
     if parameters.temperature is None:
         return logits.argmax(-1)

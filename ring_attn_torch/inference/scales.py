@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .step import DecodeStep
 
 
-def checked_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | None, device: torch.device) -> list[Tensor]:
+def make_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | None, device: torch.device) -> list[Tensor]:
     """Return the scales of k and v as float32 [layers, kv_heads] on ``device``, or zeros if they are None."""
     checks.check_scales(spec, {"k_scale": k_scale, "v_scale": v_scale}, lambda scale: scale)
     zeros = lambda: torch.zeros((spec.sizes.layers, spec.sizes.kv_heads), dtype=torch.float32, device=device)
@@ -44,11 +44,11 @@ def of_first(
         scale.copy_(torch.where(nothing | (scale == 0), first, scale))
 
 
-def quantized(x: Tensor, scale: Tensor) -> Tensor:
+def quantize(x: Tensor, scale: Tensor) -> Tensor:
     """Divide x [b, n, kv_heads, dim] by ``scale`` [kv_heads], clamp it to -448 .. 448 and convert it to float8."""
     return (x.float() / scale[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
-def restored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def restore(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Multiply x [b, t, kv_heads, dim] by ``scale`` and convert it to ``dtype``. Return x unchanged if ``scale`` is None."""
     return x if scale is None else (x.float() * scale[:, None]).to(dtype)

@@ -16,7 +16,7 @@ from ..recurrence.runs import Where
 from ..recurrence.state_space import scan
 from ..ring.halo import wide
 from .cache import KVCache
-from .merge import summed
+from .merge import sum_over_ranks
 from .step import DecodeStep
 
 States = tuple[Tensor, Tensor]
@@ -36,8 +36,8 @@ def mix_chunk(mixer: Any, name: str, states: States, cache: KVCache, step: Decod
 
     def convolved(y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         own = torch.where(step.positions >= 0, step.positions - step.before[:, None], -1)
-        last = summed(last_tokens(y, own, step.chunk, conv.shape[1]), cache.ring)
-        after.append(moved_on(conv, last.to(conv.dtype), step.chunk))
+        last = sum_over_ranks(last_tokens(y, own, step.chunk, conv.shape[1]), cache.ring)
+        after.append(move_on(conv, last.to(conv.dtype), step.chunk))
         return convolve(y, weight, bias, "silu", where(conv.to(y.dtype)))
 
     def recur(*arrays: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def last_tokens(hidden: Tensor, positions: Tensor, lengths: Tensor, keep: int) -
     return torch.where(here.any(1)[..., None], hidden[rows, here.int().argmax(1)], 0)
 
 
-def moved_on(before: Tensor, last: Tensor, lengths: Tensor) -> Tensor:
+def move_on(before: Tensor, last: Tensor, lengths: Tensor) -> Tensor:
     """Return the last tokens [batch, keep, dim] after ``lengths`` new ones, whose last are ``last``, 0 before the first."""
     keep = before.shape[1]
     place = (lengths[:, None] + torch.arange(keep, device=last.device))[..., None].expand_as(last)

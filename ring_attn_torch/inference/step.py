@@ -31,14 +31,14 @@ class DecodeStep(StepArrays):
     written: set[int] = field(default_factory=set)
 
 
-def appended(held: CachedRequests, tokens: int, valid: Tensor | None) -> dict[str, Any]:
+def append_tokens(held: CachedRequests, tokens: int, valid: Tensor | None) -> dict[str, Any]:
     device = held.counts.device
-    return step.appended(held, tokens, valid, _earlier(held.spec.ranks, device), _ops(device))
+    return step.append_tokens(held, tokens, valid, _earlier(held.spec.ranks, device), _ops(device))
 
 
-def prefilled(held: CachedRequests, chunk: Tensor, layout: str, local: int) -> dict[str, Any]:
+def append_chunk(held: CachedRequests, chunk: Tensor, layout: str, local: int) -> dict[str, Any]:
     device = held.counts.device
-    return step.prefilled(held, chunk, *shards(layout, held.spec.ranks, local, device), _ops(device))
+    return step.append_chunk(held, chunk, *shards(layout, held.spec.ranks, local, device), _ops(device))
 
 
 @lru_cache(maxsize=256)

@@ -16,7 +16,7 @@ from ring_attn_core.problem.decode import Decode, DecodeArrays, check_nodes, che
 from ring_attn_core.validation import in_words
 
 from ..attend.launch import capability
-from ..attend.slots import blockwise, by_kernels, ended_by_kernel, merged, merged_by_kernel
+from ..attend.slots import blockwise, by_kernels, end_by_kernel, merge, merge_by_kernel
 from ..call.autograd import no_autocast
 from ..call.prepare import dtype_name
 from ..ring.agreement import AgreedCall, agree_on
@@ -103,7 +103,7 @@ def tree_attention_decode(
         if error is not None:
             raise error
         assert problem is not None
-        _checked(problem)
+        _check(problem)
         refuse_gradients("tree_attention_decode", named)
         for name, x in (("q_positions", q_positions), ("k_positions", k_positions)):
             if x.device.type == "cpu" and x.dtype in (torch.int64, torch.uint32) and x.numel():
@@ -125,19 +125,19 @@ def as_int32(positions: Any) -> Any:
 
 
 def _attend(arrays: DecodeArrays, problem: Decode, ring: Group) -> tuple[Tensor, Tensor]:
-    call, ranks = _checked(problem), ranks_of(ring)
+    call, ranks = _check(problem), ranks_of(ring)
     if call is None:
-        out, lse = merged(gather_pairs(blockwise(arrays, problem), ring), arrays.sinks)
+        out, lse = merge(gather_pairs(blockwise(arrays, problem), ring), arrays.sinks)
         return out.to(arrays.q.dtype), lse
     pairs = by_kernels(arrays, call)
     if ranks == 1:
-        return ended_by_kernel(pairs, arrays.sinks, call, None)
-    pair = pairs[0] if call.splits == 1 else merged_by_kernel(pairs, call, None)
-    return ended_by_kernel(gather_pairs(pair, ring), arrays.sinks, call, ranks)
+        return end_by_kernel(pairs, arrays.sinks, call, None)
+    pair = pairs[0] if call.splits == 1 else merge_by_kernel(pairs, call, None)
+    return end_by_kernel(gather_pairs(pair, ring), arrays.sinks, call, ranks)
 
 
 @lru_cache(maxsize=4096)
-def _checked(problem: Decode) -> Any:
+def _check(problem: Decode) -> Any:
     """Check the problem. Return the DecodeCall that launches the Triton kernels, or None if "blockwise" computes the call."""
     problem.check()
     return runnable_decode(problem)

@@ -21,9 +21,9 @@ def caller(activations: str) -> Caller | None:
     if activations == "keep" or not torch.is_grad_enabled():
         return None
     if activations == "recompute":
-        from .recompute import recomputed
+        from .recompute import recompute
 
-        return recomputed
-    from .offload import OffloadedTensors, offloaded  # imports torch._dynamo
+        return recompute
+    from .offload import OffloadedTensors, offload  # imports torch._dynamo
 
-    return partial(offloaded, OffloadedTensors())
+    return partial(offload, OffloadedTensors())

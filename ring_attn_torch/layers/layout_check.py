@@ -17,7 +17,7 @@ from ring_attn_core.data.tree_shards import check_one_tree, spans_of
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.validation import is_integer
 
-from ..ring.agreement import AgreedCall, agree, agreed, exchange, same_error
+from ..ring.agreement import AgreedCall, agree, exchange, same_error, was_compared
 from ..ring.groups import ranks_of, ring_of
 from .ring import LayerRing
 
@@ -28,7 +28,7 @@ def agree_on_places(ids: Tensor, extents: Any, length: Any, layout: BalancedLayo
     """Raise ValueError on all ranks if a nonempty extent begins after its query."""
     group, shape = ring_of(ring.group), tuple(ids.shape)
     call = AgreedCall("RingTransformer with extents", ids.device.type, (("ids_shape", shape),))
-    if call.device != "cpu" and agreed(call, group):
+    if call.device != "cpu" and was_compared(call, group):
         return
     fits = isinstance(extents, Tensor) and tuple(extents.shape) == (*shape, 2) and _can_check(shape, layout, [extents])
     with same_error(group):
@@ -45,7 +45,7 @@ def agree_on_tree(
     """Raise ValueError on all ranks if the ranks' shards do not belong to the same prefix trees."""
     group, shape = ring_of(ring.group), tuple(ids.shape)
     call = AgreedCall(TREE, ids.device.type, (("ids_shape", shape),))
-    if call.device != "cpu" and agreed(call, group):
+    if call.device != "cpu" and was_compared(call, group):
         return
     arrays = [x for x in (key_extents, positions) if x is not None]
     fits = is_integer(longest) and longest > 0 and all(isinstance(x, Tensor) for x in arrays)

@@ -38,7 +38,7 @@ ON_THEIR_WAY = 3
 
 
 @torch.compiler.disable(reason='activations="offload" copies on a stream of its own, which torch.compile does not follow')
-def offloaded(host: OffloadedTensors, function: Function, x: Tensor, *shared: object) -> Tensor:
+def offload(host: OffloadedTensors, function: Function, x: Tensor, *shared: object) -> Tensor:
     """Return ``function(x, *shared)``. Offload x and attention's (out, lse) to the host; keep ``shared`` on the device."""
     host.begin()
     place, shape = x.data_ptr(), x.shape

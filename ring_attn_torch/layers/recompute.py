@@ -25,7 +25,7 @@ Fetch = Callable[[], Tensor]
 """A function that returns a stored tensor."""
 
 
-def recomputed(function: Function, *inputs: object) -> Tensor:
+def recompute(function: Function, *inputs: object) -> Tensor:
     """Return ``function(*inputs)``, saving only the inputs and attention's (out, lse), on the device."""
     if torch.compiler.is_compiling():
         saved = partial(create_selective_checkpoint_contexts, [torch.ops.ring_attn.forward.default])

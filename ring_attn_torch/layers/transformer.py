@@ -19,7 +19,7 @@ from ring_attn_core.model.mixers import check_mixers_call
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 
 from ..call.autograd import eager_only
-from ..inference.generate import generated
+from ..inference.generate import generate_tokens
 from ..ring.agreement import same_error
 from ..ring.groups import local, ring_of
 from .activations import caller
@@ -235,7 +235,7 @@ class RingTransformer(nn.Module):
         arguments: dict[str, Any] = {"prompts": prompts, "new": max_new_tokens, "stop": stop, "chunk": chunk}
         cache_dtype = dtype_name(cache_dtype) if isinstance(cache_dtype, torch.dtype) else cache_dtype
         arguments |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "cache_dtype": cache_dtype}
-        return generated(self, arguments, on_token, progress)
+        return generate_tokens(self, arguments, on_token, progress)
 
 
 def check_ids(ids: Tensor, vocab: int, ring: LayerRing) -> None:

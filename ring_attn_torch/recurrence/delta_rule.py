@@ -19,7 +19,7 @@ from ring_attn_core.problem.recurrence import check_delta_rule
 from ..ring.halo import wide
 from .exact import exactly
 from .fla import check_fla, first_state, run_of_fla
-from .runs import Layout, Ring, RunShard, Where, tied
+from .runs import Layout, Ring, RunShard, Where, tie
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -113,7 +113,7 @@ def _run(arrays: list[Tensor], documents: Tensor | None, effect: bool) -> tuple[
     g = g[..., None] if g.ndim == 3 else g
     documents = torch.zeros(batch, n, dtype=torch.int32, device=q.device) if documents is None else documents
     columns = v.shape[-1] + size * effect
-    state = tied(first_state(v, size, columns), k, v, g, beta)
+    state = tie(first_state(v, size, columns), k, v, g, beta)
     prior, outs = documents[:, :1], []
     for begin in range(0, n, chunk * SEGMENT):
         part = slice(begin, begin + chunk * SEGMENT)
@@ -121,7 +121,7 @@ def _run(arrays: list[Tensor], documents: Tensor | None, effect: bool) -> tuple[
         out, state = exactly(partial(_segment, chunk), *inputs, prior, state)
         prior = documents[:, part][:, -1:]
         outs.append(out)
-    return (torch.cat(outs, 1) if outs else tied(v.new_zeros(batch, 0, heads, columns), q, k, v, g, beta)), state
+    return (torch.cat(outs, 1) if outs else tie(v.new_zeros(batch, 0, heads, columns), q, k, v, g, beta)), state
 
 
 def _segment(chunk: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:

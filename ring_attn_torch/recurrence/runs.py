@@ -100,7 +100,7 @@ def carry(
     return states.unflatten(2, heads) if heads else states.squeeze(2)
 
 
-def tied(x: Tensor, *arrays: Tensor) -> Tensor:
+def tie(x: Tensor, *arrays: Tensor) -> Tensor:
     """Return ``x``, tied to those ``arrays`` that hold no tokens: their backward takes part in what other ranks exchange."""
     return sum((each.sum() for each in arrays if not each.shape[1]), x)
 

@@ -16,7 +16,7 @@ from ring_attn_core.problem.recurrence import check_state_space
 
 from ..ring.halo import wide
 from .exact import exactly
-from .runs import Layout, Ring, RunShard, Where, tied
+from .runs import Layout, Ring, RunShard, Where, tie
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -64,7 +64,7 @@ def scan(arrays: dict[str, Any], where: Where, backend: str = "auto") -> tuple[T
     check = lambda _: check_state_space(shapes, backend)
     shard = RunShard.of("state_space", x, where, check, (*shapes.items(), backend))
     u, dt, B, C = shard.zero_padding(*map(wide, (x, dt, B, C)))
-    A, rule = wide(A), _selective if A.ndim == 2 else _structured
+    A, rule = wide(A), _selective if A.ndim == 2 else _run_structured
     runs = [(slice(base, base + n), shard.documents_of(base, n, x.shape[0])) for base, n, _ in shard.runs]
     arrays_of = [(u[:, part], dt[:, part], B[:, part], C[:, part], documents) for part, documents in runs]
     out, last = rule(shard, arrays_of, A, where)
@@ -77,20 +77,20 @@ Run = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """The arrays x, dt, B, C of one run, and the documents of its tokens."""
 
 
-def _structured(shard: RunShard, runs: list[Run], A: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
+def _run_structured(shard: RunShard, runs: list[Run], A: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
     outs, ends, decays, effects = [], [], [], []
     carried, last = bool(shard.order.slots) or where.last, None
     for x, dt, B, C, documents in runs:
         B, C = (each.repeat_interleave(x.shape[2] // each.shape[2], 2) for each in (B, C))
         documents = _one_document(x) if documents is None else documents
-        state, prior, parts = tied(x.new_zeros(*x.shape[:1], *x.shape[2:], B.shape[3]), x, dt, B), documents[:, :1], []
+        state, prior, parts = tie(x.new_zeros(*x.shape[:1], *x.shape[2:], B.shape[3]), x, dt, B), documents[:, :1], []
         for begin in range(0, x.shape[1], CHUNK):
             part = slice(begin, begin + CHUNK)
             inputs = [each[:, part] for each in (x * dt[..., None], dt * A, B, C, documents)]
-            out, state = exactly(_structured_chunk, *inputs, prior, state)
+            out, state = exactly(_run_structured_chunk, *inputs, prior, state)
             prior = documents[:, part][:, -1:]
             parts.append(out)
-        outs.append(torch.cat(parts, 1) if parts else tied(x, dt * A, B, C))
+        outs.append(torch.cat(parts, 1) if parts else tie(x, dt * A, B, C))
         if not carried:
             continue
         c = (dt * A).cumsum(1)
@@ -107,7 +107,7 @@ def _from_state(out: Tensor, effect: Tensor, state: Tensor) -> Tensor:
     return out + torch.einsum("bthn,bhpn->bthp", effect, state)
 
 
-def _structured_chunk(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+def _run_structured_chunk(*inputs: Tensor) -> tuple[Tensor, Tensor]:
     x, log_decay, B, C = (each.transpose(1, 2) for each in inputs[:4])  # [batch, heads, tokens, ...]
     c, own, prior, state = log_decay.cumsum(-1), inputs[4][:, None], *inputs[5:]
     same = (own[..., :, None] == own[..., None, :]).tril()
@@ -121,7 +121,7 @@ def _structured_chunk(*inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 def _selective(shard: RunShard, runs: list[Run], A: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
     zeros = runs[0][0].new_zeros(runs[0][0].shape[0], *A.shape)
-    found = [_scan(run, A, tied(zeros, *run[:3])) for run in runs]
+    found = [_scan(run, A, tie(zeros, *run[:3])) for run in runs]
     if not (shard.order.slots or where.last):
         return shard.join([out for out, _ in found]), None
     ends = torch.stack([end for _, end in found], 1)
@@ -142,7 +142,7 @@ def _scan(run: Run, A: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         part = slice(begin, begin + CHUNK)
         out, state = exactly(_scan_chunk, *(each[:, part] for each in (x, dt, B, C, new)), A, state)
         outs.append(out)
-    return (torch.cat(outs, 1) if outs else tied(x + state.sum(-1)[:, None], C, dt[..., None] * A)), state
+    return (torch.cat(outs, 1) if outs else tie(x + state.sum(-1)[:, None], C, dt[..., None] * A)), state
 
 
 def _scan_chunk(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, new: Tensor, A: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -123,7 +123,7 @@ def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
         agree(call, group)
 
 
-def agreed(call: AgreedCall, group: Group) -> bool:
+def was_compared(call: AgreedCall, group: Group) -> bool:
     """Return True if the ranks have agreed on ``call``, or if a CUDA graph is being captured, which permits no check."""
     return capturing(call.device) or call in record_of(group, call.device).agreed
 

@@ -19,20 +19,20 @@ import torch
 from torch import Tensor
 
 from ..attend.backend import Backend
-from ..attend.keys import Keys, joined
-from ..attend.launch import aligned
+from ..attend.keys import Keys, join
+from ..attend.launch import align
 from ..attend.score import Score
 from ..attend.state import Gradients, State
 from .groups import rank_in
 from .step import Ring, Step
-from .strategies.gather import by_rank, by_shard, keys_in_order, summed
+from .strategies.gather import by_rank, by_shard, keys_in_order, sum_parts
 from .transfer import Transfer, all_gather, exchange
 
 
 def forward(this: Any, q: Tensor, keys: Keys, score: Score, backend: Backend, total: State | None) -> State:
     """Do what ``loop.forward`` does, by groups of heads."""
     found = []
-    for step in this.steps(gathered(keys, this.ring)):
+    for step in this.steps(gather_groups(keys, this.ring)):
         with this.named(step):
             q_heads, *state = map(step.cut, (q, *(total.arrays if total else ())))
             part = step.score(score, q_heads.shape[2])
@@ -46,7 +46,7 @@ def backward(
 ) -> tuple[Tensor, Gradients, Tensor | None]:
     """Do what ``loop.backward`` does, by groups of heads."""
     taken, found, dsinks = [], [], []
-    for step in this.steps(gathered(keys, this.ring)):
+    for step in this.steps(gather_groups(keys, this.ring)):
         with this.named(step):
             q_heads, dout, dlse, *state = map(step.cut, (q, *dtotal.arrays, *total.arrays))
             part = step.score(score, q_heads.shape[2])
@@ -66,14 +66,14 @@ def side_by_side(parts: Iterable[Tensor]) -> Tensor:
     return torch.cat([*parts], 2)
 
 
-def gathered(keys: Keys, ring: Ring) -> Iterator[HeadStep]:
+def gather_groups(keys: Keys, ring: Ring) -> Iterator[HeadStep]:
     """Yield the step of each group, after the transfer of the next group's keys has begun."""
     own, rest, step = keys.kv.chunk(ring.plan.groups, 2), (), None
     arriving = [all_gather((own[0], *keys[1:]), ring.group)]
     for number in range(len(own)):
         kv, *with_first = arriving.pop().wait()
         rest = rest or with_first
-        step = HeadStep(keys_in_order(joined(Keys(kv, *rest), keys.kv.shape[1]), ring), step, ring, number)
+        step = HeadStep(keys_in_order(join(Keys(kv, *rest), keys.kv.shape[1]), ring), step, ring, number)
         del kv  # its memory serves the next group
         arriving.append(all_gather(own[number + 1 : number + 2], ring.group))
         yield step
@@ -92,7 +92,7 @@ class HeadStep(Step):
 
     def cut(self, x: Tensor) -> Tensor:
         """Return the group's heads of ``x`` [b s h ...]."""
-        return aligned(x.chunk(self._ring.plan.groups, 2)[self._number])
+        return align(x.chunk(self._ring.plan.groups, 2)[self._number])
 
     def score(self, score: Score, heads: int) -> Score:
         """Return ``score`` for the group's query heads, ``heads`` in each group."""
@@ -112,7 +112,7 @@ class HeadStep(Step):
 
     def home(self) -> Tensor:
         if self._returning is not None:
-            self._home = summed(*self._returning.wait()).clone()  # not a part of what arrived, whose memory would stay
+            self._home = sum_parts(*self._returning.wait()).clone()  # not a part of what arrived, whose memory would stay
             self._returning = None
         assert self._home is not None
         return self._home

@@ -38,7 +38,7 @@ class _Fold(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, b: Tensor, order: RunOrder, name: str, matrix: bool) -> Tensor:
         ring, runs = group_of(name), b.shape[1]
         rank, split = rank_in(ring), splits_heads(order.ranks, b.shape[2])
-        sent = _sent(order, rank, b.device)
+        sent = _runs_to_send(order, rank, b.device)
         maps = take(torch.cat([a.flatten(3), b.flatten(3)], -1), sent)
         ga, gb = _spread(maps, ring, split).split([a.shape[3:].numel(), b.shape[3:].numel()], -1)
         ga, gb = ga.unflatten(-1, a.shape[3:]), gb.unflatten(-1, b.shape[3:])
@@ -60,7 +60,7 @@ class _Fold(torch.autograd.Function):
         order, name, matrix, split, a_shape, b_shape = ctx.kept
         ring = group_of(name)
         rank = rank_in(ring)
-        sent, own = _sent(order, rank, dstates.device), len(order.senders[rank])
+        sent, own = _runs_to_send(order, rank, dstates.device), len(order.senders[rank])
         spread = _spread(dstates.flatten(3), ring, split).unflatten(-1, b_shape[3:])
         db, dstate = torch.zeros_like(before), torch.zeros_like(spread[0, :, 0])
         for r, i, slot in reversed([*_events(order)]):
@@ -77,7 +77,7 @@ class _Fold(torch.autograd.Function):
 
 
 @lru_cache(maxsize=64)
-def _sent(order: RunOrder, rank: int, device: torch.device) -> Tensor:
+def _runs_to_send(order: RunOrder, rank: int, device: torch.device) -> Tensor:
     """Return the runs whose maps a rank sends, padded by -1, kept on the device: a copy from the host would wait for the GPU."""
     return torch.tensor(order.sent[rank], dtype=torch.long, device=device)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .agreement import history_of
 from .groups import rank_in, ranks_of, store_of
-from .transfer import lost
+from .transfer import lost_error
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -51,14 +51,14 @@ def reach(device: torch.device) -> Reach:
     return Reach(host(), gpus[mine], mine, reached, [gpu for gpu in gpus if gpu not in reached])
 
 
-def shared(ranks: Sequence[Reach]) -> bool:
+def can_share(ranks: Sequence[Reach]) -> bool:
     """Return True if all ranks are on one host, no two share a GPU or an ``index``, and each GPU can copy the others' memory."""
     gpus = {each.gpu for each in ranks}
     apart = len(gpus) == len({each.index for each in ranks}) == len(ranks)
-    return apart and not cut_off(ranks) and all(gpus <= {*each.reached} for each in ranks)
+    return apart and not find_cut_off(ranks) and all(gpus <= {*each.reached} for each in ranks)
 
 
-def cut_off(ranks: Sequence[Reach]) -> str:
+def find_cut_off(ranks: Sequence[Reach]) -> str:
     """Return why the GPU of some rank cannot copy the memory of other ranks' GPUs, or "" if no reason is known."""
     gpus = {each.gpu for each in ranks}
     for rank, each in enumerate(ranks):
@@ -71,7 +71,7 @@ def cut_off(ranks: Sequence[Reach]) -> str:
 
 
 def check_access(ranks: Sequence[Reach]) -> None:
-    if why := cut_off(ranks):
+    if why := find_cut_off(ranks):
         raise ValueError(
             f'strategy="push" copies between GPUs that reach each other\'s memory, and {why}: pass another strategy, or '
             'strategy="auto", which takes one that can'
@@ -122,7 +122,7 @@ class Renumbered(dist.Store):  # type: ignore[attr-defined]
             self._store.wait([self._key(key) for key in keys], timeout or self._patience)
         except RuntimeError as error:
             ranks = ", ".join(f"rank {key.rpartition('/')[2]}" for key in keys)
-            raise lost(error, f"{ranks}, to map its memory", self._group) from error
+            raise lost_error(error, f"{ranks}, to map its memory", self._group) from error
 
     def _key(self, key: str) -> str:
         if found := re.fullmatch(r"(.*/\d+)/(\d+)", key):

@@ -147,7 +147,7 @@ class Peers:
         begin, arrays = FLAG_BYTES + GRADIENT_SLOTS * self.gradients + slot * self.keys, []
         for x in like:
             arrays.append(None if x is None else self._view(rank, begin, x))
-            begin += 0 if x is None else aligned(x.numel() * x.element_size())
+            begin += 0 if x is None else align_up(x.numel() * x.element_size())
         return Keys(*arrays)
 
     def _view(self, rank: int, begin: int, like: Tensor) -> Tensor:
@@ -224,8 +224,8 @@ def peers_of(group: dist.ProcessGroup, keys: Keys, wide: torch.dtype) -> Peers:
             'strategy="push" cannot be captured in a CUDA graph, because its flags take other values at every call: pass '
             'strategy="ring"'
         )
-    size = sum(aligned(x.numel() * x.element_size()) for x in keys if x is not None)
-    gradients = aligned(keys.kv.numel() * wide.itemsize)
+    size = sum(align_up(x.numel() * x.element_size()) for x in keys if x is not None)
+    gradients = align_up(keys.kv.numel() * wide.itemsize)
     found = _made.get(group)
     if found is not None:
         if found.keys >= size and found.gradients >= gradients:
@@ -250,5 +250,5 @@ def copy(to: Sequence[Tensor | None], source: Sequence[Tensor | None]) -> None:
             there.copy_(here, non_blocking=True)
 
 
-def aligned(size: int) -> int:
+def align_up(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT

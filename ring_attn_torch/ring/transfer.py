@@ -32,14 +32,14 @@ class Transfer:
         try:
             self._works = [*start()]
         except RuntimeError as error:  # gloo detects a lost connection here
-            raise lost(error, awaited(), group) from error
+            raise lost_error(error, awaited(), group) from error
 
     def wait(self) -> Any:
         try:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            raise lost(error, self._awaited(), self._group) from error
+            raise lost_error(error, self._awaited(), self._group) from error
         return self._arriving
 
 
@@ -47,7 +47,7 @@ class LostRank(RuntimeError):
     """The error of a transfer or rendezvous that failed because a rank has died, stopped, or raised an error of its own."""
 
 
-def lost(error: RuntimeError, awaited: str, group: Group) -> LostRank:
+def lost_error(error: RuntimeError, awaited: str, group: Group) -> LostRank:
     """Return the error of a failed transfer, which names the ``awaited`` ranks: gloo's ``error`` names at most an address."""
     said = str(error).strip().partition("\n")[0]
     return LostRank(
@@ -58,17 +58,17 @@ def lost(error: RuntimeError, awaited: str, group: Group) -> LostRank:
 
 def _neighbours(to: int, from_: int, group: Group) -> str:
     """Return a phrase that names the ranks that this rank waits for in a hop: ``from_``, which sends to it, and ``to``."""
-    return f"{_named(from_, group)}, which sends to it" + (
-        ", and takes what it sends" if to == from_ else f", and {_named(to, group)}, which takes what it sends"
+    return f"{_name_rank(from_, group)}, which sends to it" + (
+        ", and takes what it sends" if to == from_ else f", and {_name_rank(to, group)}, which takes what it sends"
     )
 
 
 def _others(ranks: Sequence[int], group: Group) -> str:
     """Return a phrase that names the ranks that an all-to-all or all-gather waits for."""
-    return f"{', '.join(_named(rank, group) for rank in ranks if rank != rank_in(group))}, with which it exchanges arrays"
+    return f"{', '.join(_name_rank(rank, group) for rank in ranks if rank != rank_in(group))}, with which it exchanges arrays"
 
 
-def _named(rank: int, group: Group) -> str:
+def _name_rank(rank: int, group: Group) -> str:
     """Return the name of a rank of the ring, such as "rank 1". Add the global rank of torch.distributed if it differs."""
     everywhere = rank if group is None else dist.get_global_rank(group, rank)
     return f"rank {rank}" if everywhere == rank else f"rank {rank} (process {everywhere} of torch.distributed)"

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn_core.model.checkpoint_folder import RUN, BackgroundSaves, seen
-from ring_attn_core.model.progress import ResumePoint, check_arrays, described, progress_of
+from ring_attn_core.model.checkpoint_folder import RUN, BackgroundSaves, wait_for
+from ring_attn_core.model.progress import ResumePoint, check_arrays, progress_of, write_run
 from ring_attn_core.model.weight_files import read_json
 
 from ..ring.groups import local, rank_in, ranks_of, ring_of
-from .checkpoint_files import config_of, copied, failed, kinds_of, read, set_copies, stored_kinds, tensors_of, write
+from .checkpoint_files import config_of, copy_to_host, kinds_of, read, save_error, set_copies, stored_kinds, tensors_of, write
 from .optimizer_states import (
     States,
     absent,
@@ -41,7 +41,7 @@ from .optimizer_states import (
     union,
     with_shards,
 )
-from .ranks import agreed, by_rank, check_kinds
+from .ranks import by_rank, check_kinds, run_on_all
 
 
 class Checkpoints(BackgroundSaves):
@@ -67,7 +67,7 @@ class Checkpoints(BackgroundSaves):
     until ``close``.
     """
 
-    _failed = staticmethod(failed)
+    _failed = staticmethod(save_error)
 
     def __init__(self, folder: str | Path, *, keep: int = 3, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
         super().__init__(folder, keep, "step-{:09}")
@@ -110,7 +110,7 @@ class Checkpoints(BackgroundSaves):
 
         def prepare() -> str:
             self._check_open()
-            run.update(described(ResumePoint(step, data, more or {}), config_of(model)))
+            run.update(write_run(ResumePoint(step, data, more or {}), config_of(model)))
             tensors.update(tensors_of(model, self._rank))
             if optimizer is not None:
                 check_kept(passed, optimizer)
@@ -119,14 +119,14 @@ class Checkpoints(BackgroundSaves):
             run.update(optimizer_class=class_of(optimizer))
             return sha256(json.dumps(kinds(states), sort_keys=True).encode()).hexdigest()
 
-        values = agreed("Checkpoints.save", prepare, self._ring, step=step, optimizer=class_of(optimizer))
+        values = run_on_all("Checkpoints.save", prepare, self._ring, step=step, optimizer=class_of(optimizer))
         model_tensors = {name: x for name, x in tensors.items() if name.startswith("model.")}
         check_kinds("Checkpoints.save: the model", model_tensors, self._ring)
         begin = lambda: None if self._rank else self._folder.begin(step).name
-        new = self.folder / agreed("Checkpoints.save: begin", begin, self._ring)[0]
+        new = self.folder / run_on_all("Checkpoints.save: begin", begin, self._ring)[0]
         self._check_shared(new)
         if optimizer is not None and len(set(values)) > 1:
-            everybody = agreed("Checkpoints.save: states", lambda: kinds(states), self._ring)
+            everybody = run_on_all("Checkpoints.save: states", lambda: kinds(states), self._ring)
             run["absent"] = absent(everybody)
             states = with_shards(model, optimizer, states, union(everybody))
         tensors |= flat(states)
@@ -134,7 +134,7 @@ class Checkpoints(BackgroundSaves):
         commit = lambda files: self._commit(new, step, run | {"files": files})
         if self._ring is None or self._background is not None:
             # Not torch's async_save: it refuses a default group that has only NCCL, even if nothing is sent over it.
-            self._start(step, write, new, copied(tensors), commit, self._background)
+            self._start(step, write, new, copy_to_host(tensors), commit, self._background)
         else:
             try:
                 write(new, tensors, commit, self._ring)
@@ -156,9 +156,9 @@ class Checkpoints(BackgroundSaves):
         self.wait()
         optimizer = innermost(optimizer)
         latest = lambda: max(self.steps(), default=-1)
-        newest = max(agreed("Checkpoints.resume", latest, self._ring, optimizer=class_of(optimizer)))
+        newest = max(run_on_all("Checkpoints.resume", latest, self._ring, optimizer=class_of(optimizer)))
         here = lambda: newest if newest < 0 or self._folder.holds(newest) else latest()
-        found = agreed("Checkpoints.resume: the newest", here, self._ring)
+        found = run_on_all("Checkpoints.resume: the newest", here, self._ring)
         if len(set(found)) > 1:
             raise ValueError(
                 f"{by_rank('the newest checkpoint', [each if each >= 0 else None for each in found])}: all ranks must make the "
@@ -186,9 +186,9 @@ class Checkpoints(BackgroundSaves):
             return run, progress
 
         result: list[tuple[dict[str, Any], ResumePoint]] = []
-        agreed("Checkpoints.resume: the files", lambda: result.append(checked()), self._ring)
+        run_on_all("Checkpoints.resume: the files", lambda: result.append(checked()), self._ring)
         run, progress = result[0]
-        loaded = copied(places)
+        loaded = copy_to_host(places)
         read(where, loaded, self._background or self._ring)
         with torch.no_grad():
             for name, x in places.items():
@@ -208,7 +208,7 @@ class Checkpoints(BackgroundSaves):
         """Raise ValueError on every rank if any rank does not see the folder that the first rank has just created."""
         if self._ring is None:
             return
-        sees = agreed("Checkpoints.save: the folder", lambda: seen(new), self._ring)
+        sees = run_on_all("Checkpoints.save: the folder", lambda: wait_for(new), self._ring)
         wrong = [str(rank) for rank, each in enumerate(sees) if not each]
         if wrong:
             if self._rank == 0:

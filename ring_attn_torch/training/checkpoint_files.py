@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ring_attn_core.model.checkpoint_folder import check_files, digests
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.progress import Kinds
-from ring_attn_core.model.replica_check import named
-from ring_attn_core.model.weight_files import opened
+from ring_attn_core.model.replica_check import name_entries
+from ring_attn_core.model.weight_files import open_weights
 from ring_attn_core.validation import in_words
 
 from ..layers.transformer import RingTransformer
@@ -31,7 +31,7 @@ def tensors_of(model: nn.Module, rank: int) -> dict[str, Any]:
     """Return the model's tensors, not copied, as ``model.NAME``, and this rank's generator states as ``rng.RANK.DEVICE``."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    named((inside(model, name), x) for name, x in (*model.named_parameters(), *model.named_buffers()))  # no name twice
+    name_entries((inside(model, name), x) for name, x in (*model.named_parameters(), *model.named_buffers()))  # no name twice
     found: dict[str, Any] = {f"model.{name}": x for name, x in get_model_state_dict(model).items()}
     check_tensors(found)
     found[f"rng.{rank}.cpu"] = torch.get_rng_state()
@@ -60,7 +60,7 @@ def kinds_of(tensors: dict[str, Any]) -> Kinds:
     return {name: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in tensors.items()}
 
 
-def copied(tensors: dict[str, Tensor]) -> dict[str, Any]:
+def copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Copy tensors and DTensors to the host. torch's stager allocates on the default device, so the CPU is made the default."""
     from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
@@ -123,7 +123,7 @@ def read(where: Path, places: dict[str, Any], group: Group) -> None:
         raise OSError(f"{where} could not be read, and nothing has changed: {first} (rank {rank})") from error
 
 
-def failed(step: int, error: BaseException) -> BaseException:
+def save_error(step: int, error: BaseException) -> BaseException:
     """Return the OSError of a failed save, which quotes the lowest failed rank's error; interrupts stay as they are."""
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return error
@@ -142,7 +142,7 @@ def reason(error: BaseException) -> tuple[int, BaseException]:
 
 def _check_header(file: Path) -> None:
     """Raise ValueError if a file is truncated, or if the entry ``SHARDS`` of its header lacks valid offsets for a tensor."""
-    with opened(file) as tensors:  # checks the file's length against its header
+    with open_weights(file) as tensors:  # checks the file's length against its header
         text = (tensors.metadata() or {}).get(SHARDS)
         if text is None:
             return

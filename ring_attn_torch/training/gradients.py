@@ -47,11 +47,11 @@ def reduced_by_fsdp(module: nn.Module) -> dict[nn.Parameter, GradientReduction]:
         state = each._get_fsdp_state()
         one = getattr(state, "_fsdp_param_group", None)
         for group in getattr(state, "_fsdp_param_groups", [] if one is None else [one]):
-            found |= dict.fromkeys((x.sharded_param for x in group.fsdp_params), _reduced(group))
+            found |= dict.fromkeys((x.sharded_param for x in group.fsdp_params), _find_reduced(group))
     return found
 
 
-def _reduced(group: Any) -> GradientReduction:
+def _find_reduced(group: Any) -> GradientReduction:
     kinds = (getattr(group.mesh_info, f"{kind}_process_group", None) for kind in ("shard", "replicate"))
     ranks = [ranks_in(each) for each in kinds if each is not None]
     factor = group.gradient_divide_factor
@@ -92,13 +92,13 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
                 "over all labels. Pass num_items_in_batch=, the number of labels of all rings, to the model, as "
                 "docs/transformers.md shows"
             )
-    earlier = {p: _summed_over(p.grad) for p in parameters.values() if p.grad is not None}
+    earlier = {p: _find_summed(p.grad) for p in parameters.values() if p.grad is not None}
     is_stale = bool(earlier) and all(len(members & ranks) > 1 for ranks in earlier.values())
     mine = [p for p, summed in zip(parameters.values(), done, strict=True) if not summed]
     if is_stale and not mine:
         raise ValueError(_stale("", members))
     if mine:
-        placed = [torch.zeros_like(p) if p.grad is None else _placed(p.grad, p) for p in mine]
+        placed = [torch.zeros_like(p) if p.grad is None else _place(p.grad, p) for p in mine]
         lacking = _all_reduce([local(x) for x in placed], [p.grad is None for p in mine], ring, is_stale)
         for p, gradient, by_all in zip(mine, placed, lacking, strict=True):
             p.grad = None if by_all else gradient
@@ -106,13 +106,13 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
             raise ValueError("no parameter has a gradient on any rank: call sum_gradients after backward, before the step")
     for p in parameters.values():
         if p.grad is not None:
-            p.grad = _placed(p.grad, p)
+            p.grad = _place(p.grad, p)
             if p in by_fsdp:
                 p.grad.mul_(by_fsdp[p].divisor)
             setattr(p.grad, SUMMED, (_versions(p.grad), members | earlier.get(p, set())))
 
 
-def _summed_over(gradient: Tensor) -> set[int]:
+def _find_summed(gradient: Tensor) -> set[int]:
     """Return the ranks over which ``sum_gradients`` has summed ``gradient``, if nothing has changed it since."""
     versions, ranks = getattr(gradient, SUMMED, (None, set()))
     return ranks if versions == _versions(gradient) else set()
@@ -122,7 +122,7 @@ def _versions(gradient: Tensor) -> tuple[int, int]:
     return gradient._version, local(gradient)._version  # FSDP2 adds to the local tensor alone
 
 
-def _placed(gradient: Tensor, p: nn.Parameter) -> Tensor:
+def _place(gradient: Tensor, p: nn.Parameter) -> Tensor:
     """Return the gradient in its parameter's placements: that of a norm of heads, held whole, is in partial sums."""
     if is_dtensor(p) and is_dtensor(gradient) and gradient.placements != p.placements:
         return gradient.redistribute(placements=p.placements)

@@ -16,8 +16,8 @@ from ..attend.tiles import accumulation_dtype
 from ..layers.parts import LinearMap
 from ..layers.transformer import RingTransformer
 from ..ring.groups import Group, is_dtensor, rank_in
-from .ranks import agreed
-from .weights import _placed, reshard
+from .ranks import run_on_all
+from .weights import _place, reshard
 
 
 class Adapter(nn.Module):
@@ -46,10 +46,10 @@ def add_adapters(model: RingTransformer, lora: LoRA, first: Mapping[str, tuple[A
 def merge_adapters(model: nn.Module) -> None:
     """Add ``scale b a`` to each weight with an adapter, and remove the adapters. All ranks that shard weights must call it."""
     reshard(model)
-    for _, linear, adapter in list(_adapted(model)):
+    for _, linear, adapter in list(_find_adapted(model)):
         weight = linear.get_parameter("weight")
         delta = adapter.scale * _whole(adapter.b) @ _whole(adapter.a)
-        weight.copy_(_placed((_whole(weight).to(delta.dtype) + delta).to(weight.dtype), weight))
+        weight.copy_(_place((_whole(weight).to(delta.dtype) + delta).to(weight.dtype), weight))
         linear.adapter = None
 
 
@@ -58,12 +58,12 @@ def save_adapters(model: nn.Module, lora: LoRA, folder: str | Path, base: str | 
     from safetensors.torch import save_file
 
     with torch.no_grad():
-        whole = {name: tuple(_whole(x).cpu() for x in (each.a, each.b)) for name, _, each in _adapted(model)}
+        whole = {name: tuple(_whole(x).cpu() for x in (each.a, each.b)) for name, _, each in _find_adapted(model)}
     first = group is None or rank_in(group) == 0
-    agreed("saving adapters", lambda: write_adapters(folder, lora, whole, base, save_file) if first else None, group)  # type: ignore[arg-type]
+    run_on_all("saving adapters", lambda: write_adapters(folder, lora, whole, base, save_file) if first else None, group)  # type: ignore[arg-type]
 
 
-def _adapted(model: nn.Module) -> Iterator[tuple[str, LinearMap, Adapter]]:
+def _find_adapted(model: nn.Module) -> Iterator[tuple[str, LinearMap, Adapter]]:
     for name, module in model.named_modules():
         if isinstance(module, LinearMap) and isinstance(module.adapter, Adapter):
             yield name, module, module.adapter

@@ -209,7 +209,7 @@ def check_optimizer(where: Path, run: dict[str, Any], model: nn.Module, optimize
 
 def set_groups(optimizer: torch.optim.Optimizer, found: list[dict[str, Any]]) -> None:
     for group, values in zip(optimizer.param_groups, found, strict=True):
-        group.update({name: _restored(group.get(name), x) for name, x in values.items() if name != "params"})
+        group.update({name: _restore(group.get(name), x) for name, x in values.items() if name != "params"})
 
 
 def _plain(name: str, x: Any) -> Any:
@@ -229,13 +229,13 @@ def _plain(name: str, x: Any) -> Any:
     )
 
 
-def _restored(own: Any, x: Any) -> Any:
+def _restore(own: Any, x: Any) -> Any:
     """Return the checkpoint's value ``x`` in the type of ``own``: a tensor, filled in place; a tuple unless ``own`` is a list."""
     if isinstance(own, Tensor):
         return own.fill_(x)
     if not isinstance(x, list) or isinstance(own, list):
         return x
-    return tuple(map(_restored, own, x)) if isinstance(own, tuple) else tuple(x)
+    return tuple(map(_restore, own, x)) if isinstance(own, tuple) else tuple(x)
 
 
 def _alike(mine: Any, theirs: Any) -> bool:

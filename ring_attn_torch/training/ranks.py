@@ -21,7 +21,7 @@ from ring_attn_core.model.replica_check import (
     check_alike,
     check_plain,
     check_replicas,
-    named,
+    name_entries,
     plain_replica,
     table_digest,
     tables_from_json,
@@ -64,7 +64,7 @@ def check_ranks(what: Any, group: dist.ProcessGroup | DeviceMesh | None = None) 
     """
     ring = ring_of(group)
     with same_error(ring):
-        entries = named(_entries(what, ""))
+        entries = name_entries(_entries(what, ""))
         if ring is None or ranks_of(ring) == 1:
             return
         table = {name: [_replica(("rank", rank_in(ring)), x)] for name, x in entries.items()}
@@ -173,7 +173,7 @@ def check_kinds(call: str, tensors: Mapping[str, Tensor], ring: Group) -> None:
         check_replicas(tables_from_json(exchange(call, table, ring)), "rank", "Make the same model on every rank")
 
 
-def agreed(call: str, function: Callable[[], Any], ring: Group, **alike: int | str | None) -> list[Any]:
+def run_on_all(call: str, function: Callable[[], Any], ring: Group, **alike: int | str | None) -> list[Any]:
     """Return all ranks' values of ``function``, which JSON can hold. ``call`` and ``alike`` must be equal on all ranks."""
     error, value = None, None
     try:

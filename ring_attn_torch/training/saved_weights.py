@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.replica_check import load_alike
-from ring_attn_core.model.weight_files import CONFIG, OWN, Naming, WeightFolder, opened_folder, sources
+from ring_attn_core.model.weight_files import CONFIG, OWN, Naming, WeightFolder, open_folder, sources
 from ring_attn_core.model.weight_names import check_state
 from ring_attn_core.model.weight_saving import check_savable, replacing, write
 
 from ..layers.parts import dtype_name
 from ..layers.transformer import RingTransformer
 from ..ring.groups import Group, is_dtensor, rank_in, ring_of
-from .ranks import agreed, check_kinds, together
+from .ranks import check_kinds, run_on_all, together
 from .weights import named_parameters
 
 LOADING, SAVING = "loading weights", "saving weights"
@@ -78,7 +78,7 @@ def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], rin
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         return (model, sources(held, shapes, naming.renamed, naming.ignored(own))), config
 
-    opened = lambda: opened_folder(folder, "pt", str(torch.get_default_device()))
+    opened = lambda: open_folder(folder, "pt", str(torch.get_default_device()))
     return load_alike(opened, lambda: together(LOADING, group), describe, _fill)
 
 
@@ -119,7 +119,7 @@ def save_folder(
         shapes = [{name: tuple(p.shape) for name, p in each.items()} for each in (expected, parameters)]
         check_state(shapes[0], shapes[1], most=8)
 
-    agreed(SAVING, check, ring)
+    run_on_all(SAVING, check, ring)
     check_kinds(SAVING, parameters, ring)
     weights = _whole(parameters)
 
@@ -134,7 +134,7 @@ def save_folder(
             for _ in weights:  # ranks that do not write, or failed in the middle, take part in gathering the shards
                 pass
 
-    agreed(SAVING, save, ring)
+    run_on_all(SAVING, save, ring)
 
 
 def transformer_in(model: nn.Module) -> RingTransformer:

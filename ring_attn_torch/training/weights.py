@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ring_attn_core.model.replica_check import named
+from ring_attn_core.model.replica_check import name_entries
 from ring_attn_core.model.weight_names import check_state
 
 from ..ring.groups import is_dtensor
@@ -49,12 +49,12 @@ def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
     check_state({name: p.shape for name, p in parameters.items()}, {name: np.shape(x) for name, x in state.items()})
     with torch.no_grad():
         for name, p in parameters.items():
-            p.copy_(_placed(torch.tensor(np.asarray(state[name])), p))
+            p.copy_(_place(torch.tensor(np.asarray(state[name])), p))
     return module
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    return named((inside(module, name), p) for name, p in module.named_parameters())
+    return name_entries((inside(module, name), p) for name, p in module.named_parameters())
 
 
 def fsdp_modules(module: nn.Module) -> Iterator[Any]:
@@ -79,7 +79,7 @@ def inside(module: nn.Module, name: str) -> str:
     return ".".join(parents)
 
 
-def _placed(whole: Tensor, p: nn.Parameter) -> Tensor:
+def _place(whole: Tensor, p: nn.Parameter) -> Tensor:
     """Return the global tensor ``whole``, sharded like ``p`` if it is a DTensor. Every rank holds ``whole``: nothing is sent."""
     if not is_dtensor(p):
         return whole

@@ -58,7 +58,7 @@ REFUSED_IN_TRAINING = {
 }
 
 
-def checked_arguments(model: PreTrainedModel, ring: CallRing, args: tuple[object, ...], kwargs: dict[str, Any]) -> CallArguments:
+def check_arguments(model: PreTrainedModel, ring: CallRing, args: tuple[object, ...], kwargs: dict[str, Any]) -> CallArguments:
     with same_error(ring.group):
         _check_attends(model)
         by_name = _by_name(model, args, kwargs)

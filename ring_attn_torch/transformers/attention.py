@@ -21,13 +21,13 @@ from ring_attn_core import masks
 
 from ..call.prepare import under_autocast
 from ..call.signature import ring_attention
-from ..layers.offload import OffloadedTensors, offloaded
-from ..layers.recompute import recomputed
+from ..layers.offload import OffloadedTensors, offload
+from ..layers.recompute import recompute
 from ..ring.groups import ring_of
 from .arguments import REFUSED
 from .cache import CachedCall
 from .masks import NAME, CallRing, LayerMask, NoWindow, check_alone, running
-from .mixers import in_this_call, uncompiled
+from .mixers import in_this_call, skip_compiling
 from .models import hugging_face_model
 
 IMPLEMENTATION = "_attn_implementation_internal"
@@ -107,7 +107,7 @@ def ring_attention_forward(
             )
         score |= {"dropout_rate": dropout, "dropout_seed": mask.dropout_seed + 7919 * getattr(module, "layer_idx", 0)}
     out = ring_attention(
-        _tuned(module, query, mask).transpose(1, 2),
+        _tune(module, query, mask).transpose(1, 2),
         k,
         v,
         group=mask.ring.group,
@@ -141,7 +141,7 @@ def _no_window(name: str, size: int) -> ValueError:
     )
 
 
-def _tuned(module: nn.Module, query: Tensor, mask: LayerMask) -> Tensor:
+def _tune(module: nn.Module, query: Tensor, mask: LayerMask) -> Tensor:
     """Rescale the queries of a Llama 4 layer without rotary embedding. Llama 4 multiplies the query at position p by log(1 +
     floor((p + 1) / floor_scale)) attn_scale + 1, but counts p from the start of the shard instead of the document."""
     if mask.offsets is None or not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
@@ -216,8 +216,8 @@ class Checkpointing:
         self.before: dict[nn.Module, Any] = {}
         self.host = OffloadedTensors()
         self.ours: tuple[Any, Any] = (
-            uncompiled(model, lambda function, *inputs: recomputed(in_this_call(function), *inputs)),
-            uncompiled(model, lambda function, x, *shared: offloaded(self.host, in_this_call(function), x, *shared)),
+            skip_compiling(model, lambda function, *inputs: recompute(in_this_call(function), *inputs)),
+            skip_compiling(model, lambda function, x, *shared: offload(self.host, in_this_call(function), x, *shared)),
         )
 
     def keep_attention(self) -> None:

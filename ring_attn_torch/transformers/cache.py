@@ -24,7 +24,7 @@ from ring_attn_core.layouts import padded_local
 
 from ..data.layout import positions
 from ..inference.cache import KVCache
-from ..inference.merge import summed
+from ..inference.merge import sum_over_ranks
 from ..inference.prefill import prefill
 from ..inference.states import last_tokens
 from ..inference.step import DecodeStep
@@ -197,7 +197,9 @@ class CachedCall(LinearShard, RunningCall):
 
         def gather_last(_: nn.Module, __: Any, output: Any) -> Any:
             assert self.step is not None and self.cache.kv is not None
-            last = summed(last_tokens(output[0], self.step.positions, self.step.lengths, self.keep), self.cache.ring.group)
+            last = sum_over_ranks(
+                last_tokens(output[0], self.step.positions, self.step.lengths, self.keep), self.cache.ring.group
+            )
             if isinstance(output, tuple):
                 return (last, *output[1:])
             output["last_hidden_state"] = last

@@ -228,7 +228,7 @@ def _check_label_weights(call_arguments: dict[str, Any]) -> None:
         )
 
 
-def dealt(
+def deal_batch(
     ring: CallRing, model: PreTrainedModel, extents: Tensor | None, length: int, tree: tuple[Any, Any] | None = None
 ) -> CallRing:
     """Replace the layout "balanced" of ``ring`` by a batch's BalancedLayout. ``extents`` int [batch, length, 2]: each token's

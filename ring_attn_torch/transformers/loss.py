@@ -64,7 +64,7 @@ def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_lo
     if fields is not None and fields.get("aux_loss") is not None:
         if fields["aux_loss"].ndim != 1:
             raise _unknown(model)
-        changed["aux_loss"] = aux = _scaled(over_all(fields["aux_loss"], batch.ring.group), factor)
+        changed["aux_loss"] = aux = _scale(over_all(fields["aux_loss"], batch.ring.group), factor)
         if (loss := changed.get("loss")) is not None:
             changed["loss"] = loss + coefficient(model) * aux.to(loss.device)
     if fields is not None and fields.get("pooler_output") is not None:
@@ -86,10 +86,10 @@ def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Te
     else:
         options: dict[str, Any] = {"label_weights": batch.label_weights, "group": group, "ignore_index": ignored}
         total = loss_of(result, labels, reduction=reduction, **options)
-    return _divided(total, batch, factor)
+    return _divide(total, batch, factor)
 
 
-def _divided(total: Tensor, batch: GlobalBatch, factor: int) -> Tensor:
+def _divide(total: Tensor, batch: GlobalBatch, factor: int) -> Tensor:
     """Divide by ``num_items_in_batch``, scale the gradient by ``factor``, and note an unscaled mean for :func:`sum_gradients`."""
     model, group, divisor = batch.model, batch.ring.group, batch.divisor
     if divisor is not None:
@@ -103,10 +103,10 @@ def _divided(total: Tensor, batch: GlobalBatch, factor: int) -> Tensor:
                 means_of_rings[model] = ranks
 
         total.register_hook(note)
-    return _scaled(total, factor)
+    return _scale(total, factor)
 
 
-def _scaled(loss: Tensor, factor: int) -> Tensor:
+def _scale(loss: Tensor, factor: int) -> Tensor:
     """Make the backward multiply the gradient of ``loss`` by ``factor``, and return ``loss``."""
     if factor > 1 and loss.requires_grad:
         loss.register_hook(lambda gradient: gradient * factor)
@@ -123,7 +123,7 @@ def with_log_probs(output: Any, batch: GlobalBatch, factor: int) -> Any:
     fields = {name: x if x is None or name not in PER_TOKEN else wide(x) for name, x in vars(output).items()}
     labels = labels_of(batch.labels, batch.ignore_index, 1, None, output.log_probs.dtype)
     total = over_ranks(-output.log_probs.sum(), labels, ring.group, "mean" if batch.divisor is None else "sum")
-    return type(output)(**{**fields, "loss": _divided(total, batch, factor)})
+    return type(output)(**{**fields, "loss": _divide(total, batch, factor)})
 
 
 class ChunkedHead:
@@ -190,7 +190,7 @@ def take_over(model: PreTrainedModel) -> None:
     """Replace the ``load_balancing_loss_func`` of the model's module for the process, if it is the formula of this module."""
     scope = _scope(model)
     original = scope.get(FUNCTION)
-    if original is None or original in TAKEN or not _known(original):
+    if original is None or original in TAKEN or not _is_known(original):
         return
 
     @functools.wraps(original)
@@ -210,7 +210,7 @@ def _scope(model: PreTrainedModel) -> dict[str, Any]:
     return inspect.unwrap(type(model).forward).__globals__
 
 
-def _known(function: Any) -> bool:
+def _is_known(function: Any) -> bool:
     """Return True if ``function`` computes aux by the module's formula, compared on random logits, with and without padding."""
     generator = torch.Generator().manual_seed(0)
     logits = tuple(4 * torch.randn(6, 5, generator=generator) for _ in range(3))

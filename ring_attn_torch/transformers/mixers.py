@@ -126,7 +126,7 @@ def in_this_call(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return recomputed
 
 
-def uncompiled(model: nn.Module, checkpointed: Callable[..., Any]) -> Callable[..., Any]:
+def skip_compiling(model: nn.Module, checkpointed: Callable[..., Any]) -> Callable[..., Any]:
     """Return a checkpoint function that torch.compile leaves alone in a hybrid model: no graph keeps the call to recompute in."""
     return torch.compiler.disable(checkpointed) if mixers(model) else checkpointed
 
@@ -140,13 +140,13 @@ def _over_a_ring(original: Any, compute: Callable[..., Any]) -> Callable[..., An
             return original(*args, **kwargs)
         if not torch.compiler.is_compiling():
             call.attention_calls += 1
-        return _uncompiled(compute, call, args, kwargs)
+        return _skip_compiling(compute, call, args, kwargs)
 
     return function
 
 
 @torch.compiler.disable(reason="torch.compile does not follow the exchanges of linear layers: leave fullgraph=True out")
-def _uncompiled(compute: Callable[..., Any], call: Any, args: Any, kwargs: Any) -> Any:
+def _skip_compiling(compute: Callable[..., Any], call: Any, args: Any, kwargs: Any) -> Any:
     where = call.tokens_of(compute is _convolution)
     if not where.last and (asked := [name for name in KEPT if kwargs.get(name)]):
         raise ValueError(f"a mixer of {type(call.model).__name__} keeps a cache ({', '.join(asked)}), and this call has none")
@@ -173,7 +173,9 @@ def _delta_rule(
     return delta_rule({"q": query, "k": key, "v": value, "g": g, "beta": beta}, where, normalize=use_qk_l2norm_in_kernel)
 
 
-def _structured(where: Where, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *_: Any, **more: Any) -> Any:
+def _run_structured(
+    where: Where, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *_: Any, **more: Any
+) -> Any:
     dt = step_sizes(dt, more.get("dt_bias"), more.get("dt_softplus", False)).clamp(*more.get("dt_limit", (0.0, float("inf"))))
     arrays = {"x": wide(hidden_states), "dt": dt, "A": A, "B": B, "C": C, "D": more.get("D")}  # the norm after it reads float32
     out, last = scan(arrays, where)
@@ -198,7 +200,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
-    "mamba2_chunk_scan": _structured,
+    "mamba2_chunk_scan": _run_structured,
     "mamba_selective_scan": _selective,
     "mamba2_split_conv1d_scan_combined": _nothing,
     "mamba_inner_fn": _nothing,

@@ -20,14 +20,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ring_attn_core.data.settings import BALANCED
 from ring_attn_core.kernels.backends import check_backend
-from ring_attn_core.layouts import named
+from ring_attn_core.layouts import find_layout
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.strategies import Strategy
 
 from ..ring.agreement import same_error
 from ..ring.groups import ring_of
 from ..training.gradients import means_of_rings
-from .arguments import check_weights, checked_arguments
+from .arguments import check_arguments, check_weights
 from .attention import AccelerateHooks, Checkpointing, ring_configs, rotary_by_length, with_largest_position
 from .cache import CachedCall, cached_call
 from .loss import ChunkedHead, take_over, with_log_probs, with_loss
@@ -195,7 +195,7 @@ def _begin(model: PreTrainedModel, wrapped: bool, args: tuple[object, ...], kwar
     if model not in HOOKS:
         return None
     hooks = HOOKS[model]
-    arguments = checked_arguments(model, hooks.ring, args, kwargs)
+    arguments = check_arguments(model, hooks.ring, args, kwargs)
     call = global_batch(arguments) if arguments.cache is None else cached_call(arguments)
     call.model, call.wrapped = model, wrapped
     hooks.checkpointing.keep_attention()
@@ -281,4 +281,4 @@ def ring_of_model(
 
 def _check_layout(layout: str) -> None:
     if layout != BALANCED:
-        named(layout)
+        find_layout(layout)

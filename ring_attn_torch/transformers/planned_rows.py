@@ -50,7 +50,7 @@ class PlannedRows(Sampler[list[int]]):
             yield [span.document for span in self._plan.batch(number)[0]]
 
 
-def planned_loader(trainer: Any, tokens_per_rank: int) -> Any:
+def plan_loader(trainer: Any, tokens_per_rank: int) -> Any:
     """Return the loader of a Trainer's planned rows. Raise ValueError on all ranks if one cannot plan, or if plans differ."""
     args, ring, device = trainer.args, trainer.ring, trainer.args.device.type
     with same_error(ring.group):

@@ -25,7 +25,7 @@ from ring_attn_core.runs import Band
 from ..data.layout import positions
 from ..recurrence.runs import Where
 from ..ring.groups import rank_in
-from .documents import DocumentBounds, RowTrees, dealt, documents_of, row_trees, shape_of, text_positions
+from .documents import DocumentBounds, RowTrees, deal_batch, documents_of, row_trees, shape_of, text_positions
 from .masks import CallArguments, CallRing, LayerMask, Pattern, RunningCall
 from .mixers import check_padding, mixers
 
@@ -56,7 +56,7 @@ def global_batch(call: CallArguments) -> GlobalBatch:
     position_ids, present, types = move("position_ids"), move("attention_mask"), move("token_type_ids")
     present = None if present is None else present.bool()
     documents = documents_of(text_positions(position_ids, batch), present, move("cu_seq_lens_q"), length)
-    ring = dealt(call.ring, call.model, documents.extents, length, given.get("tree"))
+    ring = deal_batch(call.ring, call.model, documents.extents, length, given.get("tree"))
     tree = row_trees(call)
     position_ids = position_ids if tree is None else tree.positions
     blocks = None

@@ -16,8 +16,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttention
 
 from ring_attn_core.model.recurrence_steps import EARLIER
 
-from ..inference.merge import summed
-from ..inference.states import last_tokens, moved_on
+from ..inference.merge import sum_over_ranks
+from ..inference.states import last_tokens, move_on
 from ..recurrence.runs import Where
 from .masks import running
 
@@ -60,7 +60,7 @@ class LinearStates:
         last = call.last_of(conv_states.mT, conv_kernel_size)
         self.before = self.conv.get(layer_idx)
         if self.before is not None:
-            last = moved_on(self.before.mT, last, torch.tensor(call.lengths, device=last.device))
+            last = move_on(self.before.mT, last, torch.tensor(call.lengths, device=last.device))
         self.conv[layer_idx] = last.mT.contiguous()
         return conv_states
 
@@ -110,7 +110,7 @@ class LinearShard:
         """Return the last ``keep`` new tokens of each row of ``x`` [batch, local, dim], on every rank, 0 before the first."""
         assert self.own is not None
         lengths = torch.tensor(self.lengths, device=x.device)
-        return summed(last_tokens(x, self.own, lengths, keep), self.cache.ring.group)
+        return sum_over_ranks(last_tokens(x, self.own, lengths, keep), self.cache.ring.group)
 
 
 def attention_layers(config: Any) -> list[int]:

@@ -24,7 +24,7 @@ from .arguments import check_training_arguments, check_weights
 from .masks import CallRing
 from .models import DENSE, check_entry, hugging_face_model
 from .parallel import HOOKS, on_shards, ring_of_model
-from .planned_rows import planned_loader
+from .planned_rows import plan_loader
 from .trainer_checks import check_group, check_kind, check_trainer, of_trl
 
 UNSUMMED = (
@@ -138,7 +138,7 @@ class RingTraining(Base):
 
     def get_train_dataloader(self) -> Any:
         """Return the Trainer's loader of training data, or one of planned documents."""
-        return super().get_train_dataloader() if self._tokens_per_rank is None else planned_loader(self, self._tokens_per_rank)
+        return super().get_train_dataloader() if self._tokens_per_rank is None else plan_loader(self, self._tokens_per_rank)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load a checkpoint. If names in it are not the model's, use ``from_pretrained``: the Trainer leaves such weights out."""

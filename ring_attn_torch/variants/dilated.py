@@ -15,7 +15,7 @@ from ring_attn_core.masks import causal, with_numbers
 from ring_attn_core.problem.checks import OptionalArray
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
-from ring_attn_core.records import remembered
+from ring_attn_core.records import remember
 from ring_attn_core.runs import Band
 from ring_attn_core.validation import as_number, in_words
 from ring_attn_core.variants.dilated import FoldedBatches, Patterns, batches_of, places_of
@@ -24,7 +24,7 @@ from ..call.autograd import attention
 from ..call.prepare import Arrays, check_tensors, problem_of, refuse_transforms
 from ..ring.agreement import AgreedCall, agree_on, device_type
 from ..ring.groups import constant, group_name, group_of, rank_in, ranks_of
-from .folded_batches import folded, mixed
+from .folded_batches import fold_shard, mix
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -138,12 +138,12 @@ def attend(
     rank, _ = _place(group_name)
     queries, keys = places_of(batches)
     outs, lses = [], []
-    batched = folded(q, queries, rank), folded(k, keys, rank), folded(v, keys, rank)
+    batched = fold_shard(q, queries, rank), fold_shard(k, keys, rank), fold_shard(v, keys, rank)
     for each, q_of, k_of, v_of in zip(batches, *batched, strict=True):
         out, lse = attention(q_of, k_of, v_of, _arrays(each, key_mask, q, rank), None, each.options(options), group_name)
         outs.append(out)
         lses.append(lse)
-    return mixed(outs, lses, queries, rank)
+    return mix(outs, lses, queries, rank)
 
 
 def _arrays(batches: FoldedBatches, key_mask: Tensor | None, q: Tensor, rank: int) -> Arrays:
@@ -166,7 +166,7 @@ def _arrays(batches: FoldedBatches, key_mask: Tensor | None, q: Tensor, rank: in
     return Arrays(extents=extents if batches.needs_extents else None, key_mask=folded_mask)
 
 
-_known_batches = remembered(batches_of)
+_known_batches = remember(batches_of)
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, options: Options) -> Problem:

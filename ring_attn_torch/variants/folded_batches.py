@@ -1,7 +1,7 @@
 """Folding of a shard into the folded batches of each pattern of dilated attention, and the reverse, with gradients.
 
-``folded`` copies an array into the folded batches of the core's ``variants/dilated.py`` by padding and strided views, without
-gather or scatter. ``mixed`` puts the results (out_i, lse_i) of all patterns i back into the token order of the shard, and sums
+``fold_shard`` copies an array into the folded batches of the core's ``variants/dilated.py`` by padding and strided views, without
+gather or scatter. ``mix`` puts the results (out_i, lse_i) of all patterns i back into the token order of the shard, and sums
 the out_i with softmax weights alpha_i, in at least float32 and in the patterns' order, as the gradients of an array are summed:
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
@@ -22,18 +22,18 @@ from ring_attn_core.variants.dilated import FoldedBatches, HeadSelection, Place
 Places = tuple[Place, ...]
 
 
-def folded(x: Tensor, places: Places, rank: int) -> tuple[Tensor, ...]:
+def fold_shard(x: Tensor, places: Places, rank: int) -> tuple[Tensor, ...]:
     """Fold a shard ``x`` [b s h d] into folded batches [b * head_groups, slots, heads, d] per pattern, differentiably."""
     return Fold.apply(x, places, rank)
 
 
-def mixed(outs: list[Tensor], lses: list[Tensor], queries: Places, rank: int) -> tuple[Tensor, Tensor]:
+def mix(outs: list[Tensor], lses: list[Tensor], queries: Places, rank: int) -> tuple[Tensor, Tensor]:
     """Unfold the patterns' results and sum them, weighted by exp(lse_i - lse), into out and lse [b s h]; differentiable."""
     return Mix.apply(queries, rank, *outs, *lses)
 
 
 class Fold(torch.autograd.Function):
-    """The autograd function of ``folded``. Its backward adds the gradients of the patterns in at least float32."""
+    """The autograd function of ``fold_shard``. Its backward adds the gradients of the patterns in at least float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: Places, rank: int) -> tuple[Tensor, ...]:
@@ -49,7 +49,7 @@ class Fold(torch.autograd.Function):
 
 
 class Mix(torch.autograd.Function):
-    """The autograd function of ``mixed``, which saves each out_i, lse_i and the weights' normalization, but not out."""
+    """The autograd function of ``mix``, which saves each out_i, lse_i and the weights' normalization, but not out."""
 
     @staticmethod
     def forward(ctx: Any, places: Places, rank: int, *results: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ class Mix(torch.autograd.Function):
             put(total, _exp(lse_i[..., None], fold(top, place, rank)), place, rank, Tensor.add_)
         sums = torch.cat((top, total), -1)
         for out_i, lse_i, place in zip(outs, lses, places, strict=True):
-            put(out, out_i, place, rank, _weighted(_weight(lse_i, fold(sums, place, rank))))
+            put(out, out_i, place, rank, _make_weighting(_weight(lse_i, fold(sums, place, rank))))
         ctx.places, ctx.rank = places, rank
         ctx.save_for_backward(*results, sums)
         return out.to(outs[0].dtype), (top + total.log())[..., 0]
@@ -98,7 +98,7 @@ def _raise(spots: Tensor, folded: Tensor) -> None:
     spots.copy_(torch.maximum(spots, folded))
 
 
-def _weighted(alpha: Tensor) -> Callable[[Tensor, Tensor], object]:
+def _make_weighting(alpha: Tensor) -> Callable[[Tensor, Tensor], object]:
     """Return a function ``combine(spots, folded)`` for ``put``. It adds ``alpha * folded`` to ``spots`` in place."""
     return lambda spots, folded: spots.addcmul_(alpha.reshape(*spots.shape[:-1], 1), folded)
 
@@ -117,7 +117,7 @@ def _weight(lse_i: Tensor, sums: Tensor) -> Tensor:
 def fold(x: Tensor, place: Place, rank: int) -> Tensor:
     """Fold a shard ``x`` [b s h d] into a pattern's [b * head_groups, slots, heads, d]; empty slots and padded heads are 0."""
     batches, selection = place
-    spots = _spots(_padded(_chosen(x, selection), batches, selection, rank), batches, selection)
+    spots = _spots(_pad(_choose(x, selection), batches, selection, rank), batches, selection)
     return spots.flatten(0, 2)  # unlike reshape(-1), also correct without slots
 
 
@@ -132,14 +132,14 @@ def put(total: Tensor, folded: Tensor, place: Place, rank: int, combine: Callabl
         total += repeated.unflatten(2, (-1, selection.repeat)).sum(3)
         return
     own = total[:, :, selection.first : selection.end]
-    padded = _padded(own, batches, selection, rank)
+    padded = _pad(own, batches, selection, rank)
     spots = _spots(padded, batches, selection)
     combine(spots, folded.reshape(spots.shape))
     if padded is not own:
         own.copy_(padded[:, batches.front(rank) : batches.front(rank) + batches.local, : selection.selected])
 
 
-def _chosen(x: Tensor, selection: HeadSelection) -> Tensor:
+def _choose(x: Tensor, selection: HeadSelection) -> Tensor:
     x = x[:, :, selection.first : selection.end]
     if selection.repeat == 1:
         return x
@@ -147,7 +147,7 @@ def _chosen(x: Tensor, selection: HeadSelection) -> Tensor:
     return copies[:, :, selection.skip : selection.skip + selection.selected]
 
 
-def _padded(x: Tensor, batches: FoldedBatches, selection: HeadSelection, rank: int) -> Tensor:
+def _pad(x: Tensor, batches: FoldedBatches, selection: HeadSelection, rank: int) -> Tensor:
     """Pad ``x`` [b s h d] with zeros, if needed, to fill the rank's slots and to give each head group equally many heads."""
     front = batches.front(rank)
     behind, heads = batches.spanned - front - batches.local, selection.padded - selection.selected

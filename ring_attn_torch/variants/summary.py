@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import full
 from ring_attn_core.problem.checks import OptionalArray
-from ring_attn_core.variants.summary import Summaries, SummaryInputs, SummaryOptions, SummaryPlan, checked
+from ring_attn_core.variants.summary import Summaries, SummaryInputs, SummaryOptions, SummaryPlan, plan_call
 
 from ..block import attend_block, merge
 from ..call.autograd import attention
@@ -96,7 +96,7 @@ def summary_attention(
 
 def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, group_name: str) -> tuple[Tensor, Tensor]:
     ring = group_of(group_name)
-    plan = _agreed(inputs, options, ring)
+    plan = _plan_call(inputs, options, ring)
     q, k, v, pool, key_mask = inputs
     first, end = _visible_range(q, plan, rank_in(ring))
     extents = torch.stack([first, end], -1).expand(q.shape[0], -1, 2) if plan.blocks else None
@@ -179,7 +179,7 @@ def _summaries(inputs: SummaryInputs, plan: SummaryPlan, ring: Group) -> Summari
     return Summaries(whole(pooled_k), whole(pooled_v), fraction)
 
 
-def _agreed(inputs: SummaryInputs, options: SummaryOptions, ring: Group) -> SummaryPlan:
+def _plan_call(inputs: SummaryInputs, options: SummaryOptions, ring: Group) -> SummaryPlan:
     """Return the plan of the call. Raise ValueError on all ranks if an argument does not fit or differs between ranks."""
     q, k, v, pool, key_mask = inputs
     dtype = str(getattr(pool, "dtype", "")).removeprefix("torch.")
@@ -198,7 +198,7 @@ def _agreed(inputs: SummaryInputs, options: SummaryOptions, ring: Group) -> Summ
                 raise ValueError(f"{name} is sparse or nested: pass a dense tensor")
             if x.device != q.device:
                 raise ValueError(f"{name} is on {x.device} and q on {q.device}: move it")
-        checked({name: tuple(arrays[name].shape) for name in "qkv"}, described, options, ranks_of(ring))  # type: ignore[union-attr]
+        plan_call({name: tuple(arrays[name].shape) for name in "qkv"}, described, options, ranks_of(ring))  # type: ignore[union-attr]
 
     shapes = [(f"{name}_shape", tuple(getattr(x, "shape", ()))) for name, x in zip("qkv", (q, k, v), strict=True)]
     alike = (*shapes, ("pool", described), ("key_mask", key_mask is not None), *options.compared)

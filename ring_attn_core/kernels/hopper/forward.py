@@ -49,7 +49,7 @@ from .forward_softmax import probabilities, row_sum, scores, softmax_step
 from .gluon import meet
 from .parts import Parts, allocate_parts, in_registers, multiply_transposed, tile_of
 from .register_layouts import accumulator, column, matrix
-from .scheduler import NUMBERS, announced, run_of, tile_at
+from .scheduler import NUMBERS, await_tile, run_of, tile_at
 
 
 class ForwardConstants(NamedTuple):
@@ -279,7 +279,7 @@ def consumer(args, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
     taken = gl.to_tensor(0)
     loads = gl.to_tensor(0)
     step = gl.to_tensor(0)
-    work = announced(taken, shared)
+    work = await_tile(taken, shared)
     while work.tiles >= 0:
         if work.tiles > 0:
             step = attend(step, loads, shared, args, work, sizes, GROUP)
@@ -290,7 +290,7 @@ def consumer(args, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
                 fence_async_shared()
             release(WORK_READ, sizes.GROUPS)
         taken += 1
-        work = announced(taken, shared)
+        work = await_tile(taken, shared)
     release(WORK_READ, sizes.GROUPS)
 
 

@@ -158,7 +158,7 @@ def announce(work, shared):
 
 
 @gluon.jit
-def announced(taken, shared):
+def await_tile(taken, shared):
     """Wait for the next announced query tile, and return it; the caller must release the barrier WORK_READ."""
     mbarrier.wait(shared.work_full.index(0), taken & 1)
     return QueryWork(

@@ -207,7 +207,7 @@ def sum_values(args, shared, work, sizes: gl.constexpr):
         if args.key_mask is not None:
             some_unseen = some_hidden(args.key_mask_spans, work.batch, args.T, work.k_run * work.k_slot + work.n0, sizes.BLOCK_K)
         mbarrier.wait(shared.keys_full.index(0), 0)
-        k = cleaned(shared.k, args, work, sizes, sizes.TAIL_D)
+        k = clean(shared.k, args, work, sizes, sizes.TAIL_D)
         mbarrier.wait(shared.q_full.index(0), 0)
         s = wait_for_products(
             0, deps=[multiply_transposed(k, tile_of(shared.q, 0, sizes.TAIL_D), sizes.BLOCK_K, BLOCK_Q, sizes.TAIL_D)]
@@ -310,7 +310,7 @@ def sum_keys(args, shared, work, sizes: gl.constexpr):
     dk = zeros_of_parts(sizes.BLOCK_K, sizes.BLOCK_D, sizes.TAIL_D)
     if work.steps > 0:
         mbarrier.wait(shared.keys_full.index(0), 0)
-        v = cleaned(shared.v, args, work, sizes, sizes.TAIL_E)
+        v = clean(shared.v, args, work, sizes, sizes.TAIL_E)
         mbarrier.wait(shared.dout_full.index(0), 0)
         dp = wait_for_products(
             0, deps=[multiply_transposed(v, tile_of(shared.dout, 0, sizes.TAIL_E), sizes.BLOCK_K, BLOCK_Q, sizes.TAIL_E)]
@@ -341,7 +341,7 @@ def sum_keys(args, shared, work, sizes: gl.constexpr):
 
 
 @gluon.jit
-def cleaned(tiles, args, work, sizes: gl.constexpr, TAIL: gl.constexpr):
+def clean(tiles, args, work, sizes: gl.constexpr, TAIL: gl.constexpr):
     """Return a k or v tile as wgmma's left operand, in registers if IN_REGISTERS. If ZERO_MASKED, first apply ``hide_unseen``."""
     tile = tile_of(tiles, 0, TAIL)
     if sizes.ZERO_MASKED:

@@ -50,7 +50,7 @@ from .parts import (
     zeros_of_parts,
 )
 from .register_layouts import accumulator, by_eights, column, here, rows_and_columns, rows_by_lines
-from .scheduler import NUMBERS, announced, run_of, tile_at, visible, visible_by_key
+from .scheduler import NUMBERS, await_tile, run_of, tile_at, visible, visible_by_key
 from .wide_dq_producer import producer
 
 
@@ -271,14 +271,14 @@ def consumer(args, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
     taken = gl.to_tensor(0)
     loads = gl.to_tensor(0)
     step = gl.to_tensor(0)
-    work = announced(taken, shared)
+    work = await_tile(taken, shared)
     while work.tiles >= 0:
         dq = zeros_of_parts(64, sizes.BLOCK_D, sizes.TAIL_D)
         if work.tiles > 0:
             step, dq = sum_of_keys(step, dq, loads, shared, args, work, sizes, GROUP)
             loads += 1
         if not sizes.IN_REGISTERS:
-            work = announced(taken, shared)  # read again: held during the products, it would take registers
+            work = await_tile(taken, shared)  # read again: held during the products, it would take registers
         out = tile_of(shared.out, GROUP, sizes.TAIL_D)
         finish(dq.main, out.main, 0, args, work, sizes, GROUP)
         if sizes.TAIL_D > 0:
@@ -290,7 +290,7 @@ def consumer(args, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
         if not sizes.IN_REGISTERS or work.tiles == 0:
             release(WORK_READ, sizes.GROUPS)
         taken += 1
-        work = announced(taken, shared)
+        work = await_tile(taken, shared)
     release(WORK_READ, sizes.GROUPS)
 
 

@@ -66,7 +66,7 @@ def keep_mask(
         j = tl.arange(0, KEYS // 2)[:, None]
         q_place, k_place = q_first // 2 + tl.arange(0, QUERIES // 2), k_first // 4 + j // 2
         a, b = philox2x32(q_place[None, :], k_place, stream)  # pyright: ignore[reportGeneralTypeIssues]
-        keep = tl.join(keep_halves(turned(a, j % 2), threshold), keep_halves(turned(b, j % 2), threshold))
+        keep = tl.join(keep_halves(rotate(a, j % 2), threshold), keep_halves(rotate(b, j % 2), threshold))
         keep = tl.permute(tl.reshape(keep, [KEYS // 16, 8, QUERIES // 16, 8, 2, 2]), (0, 4, 1, 2, 5, 3))
         keep = tl.reshape(keep, [KEYS, QUERIES])
     elif ALIGNED:
@@ -78,7 +78,7 @@ def keep_mask(
     else:
         q, k = (q_pos[None, :], k_pos[:, None]) if BY_KEYS else (q_pos[:, None], k_pos[None, :])
         a, b = philox2x32(q // 16 * 8 + q % 8, k // 16 * 4 + k % 8 // 2, stream)  # pyright: ignore[reportGeneralTypeIssues]
-        keep = turned(tl.where(q // 8 % 2 == 0, a, b), k // 8 % 2 * 2 + k % 2) >= threshold
+        keep = rotate(tl.where(q // 8 % 2 == 0, a, b), k // 8 % 2 * 2 + k % 2) >= threshold
     return keep
 
 
@@ -94,7 +94,7 @@ def philox2x32(q_place, k_place, stream):
 
 
 @triton.jit
-def turned(word, turn):
+def rotate(word, turn):
     """Return each uint32 word rotated left by ``turn`` bytes."""
     left = (turn * 8).to(tl.uint32)
     return (word << left) | (word >> (32 - left) % 32)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from ...runs import Row
 from ..call import RingCall
 from ..launch import Array, Launch, Output, Scalar
-from ..tile_sizes import MASK_BLOCK, MASK_SPAN, TileConfig, padded
+from ..tile_sizes import MASK_BLOCK, MASK_SPAN, TileConfig, pad_width
 from .launches import launch_of
 
 HEADER = 4
@@ -141,7 +141,7 @@ def not_finite(call: RingCall, values: bool) -> Launch:
         "D": width,
         "STRIDE": v_stride if values else k_stride,
         "COLUMN": v_column if values else 0,
-        "BLOCK_D": padded(width),
+        "BLOCK_D": pad_width(width),
     }
     spans = -(-call.kv_local // MASK_BLOCK) * (MASK_BLOCK // MASK_SPAN)
     output = Output("not_finite", (call.batch, call.kv_heads, spans), "int32")

@@ -68,18 +68,18 @@ def tile_order(key_tiles_ptr, intervals_ptr, tile_order_ptr, Q_TILES, K_RUNS: tl
     """Store the index of a query tile behind tiles that visit more key tiles, or equally many at a higher index."""
     program = tl.program_id(0)
     tile, first = program % Q_TILES, program // Q_TILES * Q_TILES
-    own = visited(key_tiles_ptr, intervals_ptr, program + tl.zeros([1], tl.int32), K_RUNS)
+    own = count_visited(key_tiles_ptr, intervals_ptr, program + tl.zeros([1], tl.int32), K_RUNS)
     place = tl.zeros([1], tl.int32)
     for start in range(0, Q_TILES, SCAN):
         each = start + tl.arange(0, SCAN)
-        count = visited(key_tiles_ptr, intervals_ptr, first + tl.minimum(each, Q_TILES - 1), K_RUNS)
+        count = count_visited(key_tiles_ptr, intervals_ptr, first + tl.minimum(each, Q_TILES - 1), K_RUNS)
         before = (count > own) | ((count == own) & (each > tile))
         place += tl.sum((before & (each < Q_TILES)).to(tl.int32), 0)
     tl.store(tile_order_ptr + first + place, tile)
 
 
 @triton.jit
-def visited(key_tiles_ptr, intervals_ptr, q_tile, K_RUNS: tl.constexpr):
+def count_visited(key_tiles_ptr, intervals_ptr, q_tile, K_RUNS: tl.constexpr):
     """Return the number of key tiles that each query tile visits in all runs of keys."""
     count = tl.zeros_like(q_tile)
     for run in tl.static_range(K_RUNS):

@@ -10,7 +10,7 @@ from typing import Any
 from ..call import RingCall
 from ..decode_call import NATIVE_FP8, DecodeCall
 from ..launch import Argument, Array, Descriptor, Launch, Output, Scalar
-from ..tile_sizes import MASK_BLOCK, MASK_SPAN, TileConfig, padded
+from ..tile_sizes import MASK_BLOCK, MASK_SPAN, TileConfig, pad_width
 
 LEAST_FOLDED = 1e-20
 """A scale is folded into the exponential's multiply-add only above this bound, because Hopper's kernels then divide ALiBi slopes
@@ -60,7 +60,7 @@ def forward(call: RingCall, first: bool, last: bool) -> Launch:
         "ZERO_MASKED": _zero_masked(call),
     }
     if call.tail is not None:
-        constants |= {"BLOCK_D": padded(call.v_dim), "BLOCK_TAIL": padded(call.tail) if call.tail else 0}
+        constants |= {"BLOCK_D": pad_width(call.v_dim), "BLOCK_TAIL": pad_width(call.tail) if call.tail else 0}
     grid = call.q_tiles(tiles.block_q) * call.heads * call.batch
     return launch_of("forward", grid, arguments, constants, (out, *lse), tiles)
 
@@ -83,7 +83,7 @@ def delta(call: RingCall, out_dtype: str) -> Launch:
         "S": Scalar(call.seq_local, "i32"),
         "H": Scalar(call.heads, "i32"),
     }
-    constants = {"E": call.v_dim, "BLOCK_Q": tiles.block_q, "BLOCK_E": padded(call.v_dim)}
+    constants = {"E": call.v_dim, "BLOCK_Q": tiles.block_q, "BLOCK_E": pad_width(call.v_dim)}
     names = ("lse2", "delta", "factor") if call.carries_rest else ("lse2", "delta")
     outputs = tuple(Output(name, shape, "float32") for name in names)
     grid = -(-call.seq_local // tiles.block_q) * call.heads * call.batch
@@ -244,8 +244,8 @@ def decode(call: DecodeCall) -> Launch:
         "E": call.v_dim,
         "BLOCK_M": tiles.block_q,
         "BLOCK_K": tiles.block_k,
-        "BLOCK_D": padded(call.head_dim),
-        "BLOCK_E": padded(call.v_dim),
+        "BLOCK_D": pad_width(call.head_dim),
+        "BLOCK_E": pad_width(call.v_dim),
         "SCAN": SCAN,
         "FP8": 0 if not call.fp8 else 1 if call.capability >= NATIVE_FP8 else 2,
         "PRECISION": "ieee",
@@ -269,7 +269,7 @@ def merge_pairs(call: DecodeCall, ranks: int | None, final: bool) -> Launch:
         "S": Scalar(call.splits if ranks is None else ranks, "i32"),
         "ROWS": Scalar(b * n * h, "i32"),
     }
-    constants = {"H": h, "E": e, "BLOCK_S": MERGED_AT_ONCE, "BLOCK_E": padded(e)}
+    constants = {"H": h, "E": e, "BLOCK_S": MERGED_AT_ONCE, "BLOCK_E": pad_width(e)}
     outputs = Output("out", (b, n, h, e), call.dtype), Output("lse", (b, n, h), "float32")
     if not final:
         outputs = (Output("merged", (b, n, h, e + 1), "float32"),)
@@ -282,7 +282,7 @@ def tma_fits(call: RingCall) -> bool:
     widths = call.head_dim, call.v_dim
     if call.tail is not None:
         widths = (call.v_dim, call.tail) if call.tail else (call.head_dim,)
-    whole = call.tma and all(width == padded(width) and width * itemsize % 16 == 0 for width in widths)
+    whole = call.tma and all(width == pad_width(width) and width * itemsize % 16 == 0 for width in widths)
     return whole and min(call.batch, call.seq_local, call.kv_local) > 0
 
 
@@ -313,8 +313,8 @@ def _constants(call: RingCall, tiles: TileConfig) -> dict[str, Any]:
         "K_RUNS": call.k_runs,
         "BLOCK_Q": tiles.block_q,
         "BLOCK_K": tiles.block_k,
-        "BLOCK_D": padded(call.head_dim),
-        "BLOCK_E": padded(call.v_dim),
+        "BLOCK_D": pad_width(call.head_dim),
+        "BLOCK_E": pad_width(call.v_dim),
         "ALIGNED": call.aligned,
         "TMA": tiles.tma and tma_fits(call),
         "PRECISION": "tf32" if call.tf32 else "ieee",

@@ -20,7 +20,7 @@ from jax import lax
 from ring_attn_core.plan.direct import DirectPlan, Slice
 from ring_attn_core.plan.needed import NeededPlan
 
-from ...attend.keys import Keys, cut, placed
+from ...attend.keys import Keys, cut, place
 from ...attend.score import Score
 from ...attend.state import BackwardInputs, Gradients
 from ..step import Ring, Step, T
@@ -45,7 +45,7 @@ class Direct(OneWay):
             return
         step = DirectStep(keys, keys, None, ring, 0)
         for shift in ring.plan.shifts[1:]:
-            step.next_keys = fetched(step.own, ring, shift)
+            step.next_keys = fetch(step.own, ring, shift)
             yield step
             step = DirectStep(step.next_keys, step.own, step, ring, shift)
         yield step
@@ -131,10 +131,10 @@ def slices(ring: Ring, shift: int) -> list[Sent]:
     return [of(each) for each in plan.slices(shift)]
 
 
-def fetched(own: Keys, ring: Ring, shift: int) -> Keys:
+def fetch(own: Keys, ring: Ring, shift: int) -> Keys:
     """Send slices of ``own`` to rank + ``shift``. Return those received from rank - ``shift``, placed in a shard of zeros."""
     parts = []
     for each in slices(ring, shift):
         sent = own if each.tokens == own.kv.shape[1] else cut(own, each.mine, each.tokens)
         parts.append((each.theirs, send_from(sent, each.owners, shift, ring.axis, ring.plan.ranks)))
-    return placed(parts, own)
+    return place(parts, own)

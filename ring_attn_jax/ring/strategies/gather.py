@@ -16,7 +16,7 @@ from jax import lax
 
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 
-from ...attend.keys import Keys, along_tokens, joined
+from ...attend.keys import Keys, along_tokens, join
 from ...attend.score import Score
 from ...attend.state import BackwardInputs, Gradients
 from ..step import Ring
@@ -32,7 +32,7 @@ class GatherKeys(OneWay):
     ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
         """Return ``queries``, the keys of all ranks, and ``score``. In a balanced layout sort the keys by position."""
         parts = jax.tree.map(lambda x: all_gather(x, ring.axis), keys)
-        return queries, keys_in_order(joined(parts, keys.kv.shape[1]), ring), score
+        return queries, keys_in_order(join(parts, keys.kv.shape[1]), ring), score
 
     def collect_gradients(
         self, dq: jax.Array, dkv: Gradients, query: BackwardInputs, ring: Ring
@@ -40,7 +40,7 @@ class GatherKeys(OneWay):
         """Return ``dq`` (unchanged), the sum over all ranks of the gradients of this rank's own keys, and the sinks' gradient."""
         assert not isinstance(dkv, tuple), "what travels is packed"
         parts = exchange(by_rank(by_shard(dkv, ring), ring.plan.ranks), 0, 0, ring.axis, None)
-        return dq, summed(parts), query.sinks
+        return dq, sum_parts(parts), query.sinks
 
 
 def keys_in_order(keys: Keys, ring: Ring) -> Keys:
@@ -50,12 +50,12 @@ def keys_in_order(keys: Keys, ring: Ring) -> Keys:
 
 def in_order(x: jax.Array, ring: Ring) -> jax.Array:
     """Sort the tokens of ``x``, joined shards [b shards*n ...], by position if the layout is balanced; else return ``x``."""
-    return x if (orders := _orders(ring)) is None else _taken(x, orders, ring)
+    return x if (orders := _orders(ring)) is None else _take(x, orders, ring)
 
 
 def by_shard(x: jax.Array, ring: Ring) -> jax.Array:
     """Undo ``in_order``: put the tokens of ``x`` [b shards*n ...] back into the order of the joined shards."""
-    return x if (orders := _orders(ring)) is None else _taken(x, orders.argsort(1), ring)
+    return x if (orders := _orders(ring)) is None else _take(x, orders.argsort(1), ring)
 
 
 def _orders(ring: Ring) -> np.ndarray | None:
@@ -66,7 +66,7 @@ def _orders(ring: Ring) -> np.ndarray | None:
     return np.stack([np.concatenate([np.arange(first, first + length) for first, length in group]) for group in groups])
 
 
-def _taken(x: jax.Array, orders: np.ndarray, ring: Ring) -> jax.Array:
+def _take(x: jax.Array, orders: np.ndarray, ring: Ring) -> jax.Array:
     own = jnp.asarray(orders, jnp.int32)[lax.axis_index(ring.axis) // ring.plan.k_shards]
     return jnp.take(x, own, axis=1, mode="clip", unique_indices=True)
 
@@ -76,6 +76,6 @@ def by_rank(x: jax.Array, ranks: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(x.shape[0], ranks, x.shape[1] // ranks, *x.shape[2:]), 1, 0)
 
 
-def summed(parts: jax.Array) -> jax.Array:
+def sum_parts(parts: jax.Array) -> jax.Array:
     """Sum ``parts`` [n ...] over n in index order: the order of the additions determines the last bits of the sum."""
     return reduce(jnp.add, jnp.unstack(parts))

@@ -17,7 +17,7 @@ from jax import lax
 
 from ring_attn_core.plan.global_order import GlobalPlan, OwnRuns
 
-from ...attend.keys import Keys, along_tokens, clipped, joined, side_by_side
+from ...attend.keys import Keys, along_tokens, clip, join, side_by_side
 from ...attend.score import OwnTiles, Score
 from ...attend.state import BackwardInputs, Gradients
 from ..step import Ring
@@ -33,9 +33,9 @@ class GlobalOrder(OneWay):
     ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
         """Return the queries, keys and extents of all ranks by position, and a score that marks this rank's own tokens."""
         q_order, k_order = _tokens(ring)
-        extents = None if score.extents is None else clipped(score.extents)
+        extents = None if score.extents is None else clip(score.extents)
         spread, extents = jax.tree.map(lambda x: q_order.sort(side_by_side(all_gather(x, ring.axis))), (queries, extents))
-        whole = joined(jax.tree.map(lambda x: all_gather(x, ring.axis), keys), keys.kv.shape[1])
+        whole = join(jax.tree.map(lambda x: all_gather(x, ring.axis), keys), keys.kv.shape[1])
         # The barrier keeps XLA from compiling the tiles in another way where it knows what surrounds them, such as on one rank.
         whole = whole if k_order.order is None else along_tokens(k_order.sort, whole)
         spread, keys, extents, own_queries, own_keys = lax.optimization_barrier(

@@ -20,7 +20,7 @@ from jax import lax
 from ring_attn_core.kernels.call import BEYOND
 from ring_attn_core.plan.needed import NeededPlan
 
-from ...attend.keys import Keys, along_tokens, clipped
+from ...attend.keys import Keys, along_tokens, clip
 from ...attend.one_run import limits, positions_of
 from ..step import Ring
 from ..transfer import exchange
@@ -108,7 +108,7 @@ def even(lists: Sequence[Sequence[tuple[int, ...]]], padding: tuple[int, ...]) -
     return np.array([[*each, *[padding] * (longest - len(each))] for each in lists], np.int32)
 
 
-def _taken(x: jax.Array, index: jax.Array) -> jax.Array:
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     """Return the tokens of ``x`` [b n ...] at the indices ``index``; an index of n or more, for padding, gives zeros."""
     return jnp.take(x, index, axis=1, mode="fill", fill_value=0)
 
@@ -120,8 +120,8 @@ def with_received(own: Keys, plan: NeededPlan, axis: str) -> Keys:
     places = _places(plan, axis)
 
     def joined(x: jax.Array) -> jax.Array:
-        received = exchange(_taken(x, places.sent), 1, 1, axis, None)
-        return _taken(jnp.concatenate([x, received], 1), places.order)
+        received = exchange(_take(x, places.sent), 1, 1, axis, None)
+        return _take(jnp.concatenate([x, received], 1), places.order)
 
     return along_tokens(joined, own)
 
@@ -131,7 +131,7 @@ def gradients_home(dkv: jax.Array, plan: NeededPlan, axis: str) -> jax.Array:
     if not plan.exchanges:
         return dkv
     rank, places, each = lax.axis_index(axis), _places(plan, axis), plan.most_tokens
-    total, returned = _taken(dkv, places.own), exchange(_taken(dkv, places.received), 1, 1, axis, None)
+    total, returned = _take(dkv, places.own), exchange(_take(dkv, places.received), 1, 1, axis, None)
     for shift in range(1, plan.ranks):
         if any(plan.tokens(owner, (owner + shift) % plan.ranks) for owner in range(plan.ranks)):
             first = (rank + shift) % plan.ranks * each
@@ -148,7 +148,7 @@ def unavailable(extents: jax.Array, ring: Ring) -> jax.Array | None:
     known_spans = even([[(0, 0), *plan.available(rank)] for rank in range(plan.ranks)], (BEYOND, 0))
     starts, ends = jnp.unstack(jnp.asarray(known_spans)[lax.axis_index(ring.axis)], axis=-1)
     at = positions_of(rows(ring, 0)[:, 0, 2:5], extents.shape[1])
-    first, end = jnp.unstack(jnp.clip(clipped(extents), *limits(at, plan.band)), axis=-1)
+    first, end = jnp.unstack(jnp.clip(clip(extents), *limits(at, plan.band)), axis=-1)
     end = jnp.minimum(end, plan.kv_length)
     available = ends[jnp.searchsorted(starts, first, side="right", method="scan_unrolled") - 1]
     return (first < end) & (at < BEYOND) & (end > available)

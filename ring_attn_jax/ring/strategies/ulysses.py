@@ -20,12 +20,12 @@ from jax import lax
 
 from ring_attn_core.plan.ulysses import HeadSplit
 
-from ...attend.keys import Keys, clipped, joined, side_by_side
+from ...attend.keys import Keys, clip, join, side_by_side
 from ...attend.score import Score
 from ...attend.state import BackwardInputs, Gradients
 from ..step import Ring
 from ..transfer import all_gather, exchange, groups_of
-from .gather import by_rank, by_shard, in_order, keys_in_order, summed
+from .gather import by_rank, by_shard, in_order, keys_in_order, sum_parts
 from .ring import OneWay
 
 
@@ -38,12 +38,12 @@ class HeadExchange(OneWay):
         """Return the queries, keys and score of all tokens of this rank's group, for the heads that are assigned to this rank."""
         head_split, place = _head_split_of(ring)
         groups = groups_of(head_split.ranks, ring.plan.ranks)
-        extents = None if score.extents is None else clipped(score.extents)
+        extents = None if score.extents is None else clip(score.extents)
         to_all = keys.bits, keys.extents, extents
         bits, key_extents, extents = (None if x is None else all_gather(x, ring.axis, groups) for x in to_all)
         kv = keys.kv if head_split.copies == 1 else jnp.repeat(keys.kv, head_split.copies, 2)
         kv, *inside = (exchange(x, 2, 1, ring.axis, groups) for x in (kv, *queries))
-        rest = joined(Keys(by_rank(kv, head_split.ranks), bits, None, key_extents), keys.kv.shape[1])
+        rest = join(Keys(by_rank(kv, head_split.ranks), bits, None, key_extents), keys.kv.shape[1])
         extents = None if extents is None else in_order(side_by_side(extents), ring)
         inside = tuple(in_order(x, ring) for x in inside)
         score = replace(score, extents=extents).of_heads(place * head_split.q_local, head_split.q_local)
@@ -51,7 +51,7 @@ class HeadExchange(OneWay):
 
     def collect(self, results: tuple[jax.Array, ...], ring: Ring) -> tuple[jax.Array, ...]:
         """Return the results of this rank's own tokens, for all heads."""
-        return tuple(_collected(results, ring))
+        return tuple(_collect(results, ring))
 
     def collect_gradients(
         self, dq: jax.Array, dkv: Gradients, query: BackwardInputs, ring: Ring
@@ -62,10 +62,10 @@ class HeadExchange(OneWay):
         """
         assert not isinstance(dkv, tuple), "what travels is packed"
         (head_split, place), dtype = _head_split_of(ring), query.q.dtype
-        dq, dkv = _collected((dq.astype(dtype), dkv.astype(dtype) if head_split.copies == 1 else dkv), ring)
+        dq, dkv = _collect((dq.astype(dtype), dkv.astype(dtype) if head_split.copies == 1 else dkv), ring)
         if head_split.copies > 1:
             b, t, heads, width = dkv.shape
-            dkv = summed(jnp.moveaxis(dkv.reshape(b, t, heads // head_split.copies, head_split.copies, width), 3, 0))
+            dkv = sum_parts(jnp.moveaxis(dkv.reshape(b, t, heads // head_split.copies, head_split.copies, width), 3, 0))
         dsinks = query.sinks
         if dsinks is not None:  # add zeros for the heads of other ranks
             mine = jnp.arange(head_split.heads) // head_split.q_local == place
@@ -79,7 +79,7 @@ def _head_split_of(ring: Ring) -> tuple[HeadSplit, jax.Array]:
     return head_split, lax.axis_index(ring.axis) % head_split.ranks
 
 
-def _collected(arrays: tuple[jax.Array, ...], ring: Ring) -> list[jax.Array]:
+def _collect(arrays: tuple[jax.Array, ...], ring: Ring) -> list[jax.Array]:
     """Swap heads for tokens: turn [b ranks*n heads/ranks ...], tokens of the group, into [b n heads ...], tokens of this rank."""
     head_split, _ = _head_split_of(ring)
     return [exchange(by_shard(x, ring), 1, 2, ring.axis, groups_of(head_split.ranks, ring.plan.ranks)) for x in arrays]

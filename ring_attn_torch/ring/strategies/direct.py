@@ -17,7 +17,7 @@ from torch import Tensor
 from ring_attn_core.plan.direct import DirectPlan
 from ring_attn_core.plan.needed import NeededPlan
 
-from ...attend.keys import Keys, cut, placed, room_for
+from ...attend.keys import Keys, cut, place, room_for
 from ...attend.score import Score
 from ...attend.state import BackwardInputs, Gradients
 from ..groups import rank_in
@@ -67,7 +67,7 @@ class Slices:
     def wait(self) -> Keys:
         """Wait for the received slices. Return a shard of zeros with each slice at the same indices as in the sender's shard."""
         self._transfer.wait()
-        return placed([(first, part) for (first, _), part in zip(self._theirs, self._parts, strict=True)], self._own)
+        return place([(first, part) for (first, _), part in zip(self._theirs, self._parts, strict=True)], self._own)
 
 
 class OwnerStep(Step):

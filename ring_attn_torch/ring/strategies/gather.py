@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 
-from ...attend.keys import Keys, along_tokens, joined
+from ...attend.keys import Keys, along_tokens, join
 from ...attend.score import Score
 from ...attend.state import BackwardInputs, Gradients
 from ..groups import rank_in
@@ -25,7 +25,7 @@ from .ring import OneWay
 
 class GatherKeys(OneWay):
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
-        whole = joined(Keys(*all_gather(keys, ring.group).wait()), keys.kv.shape[1])
+        whole = join(Keys(*all_gather(keys, ring.group).wait()), keys.kv.shape[1])
         return queries, keys_in_order(whole, ring), score
 
     def collect_gradients(
@@ -33,7 +33,7 @@ class GatherKeys(OneWay):
     ) -> tuple[Tensor, Gradients, Tensor | None]:
         assert isinstance(dkv, Tensor), "what travels is packed"
         (parts,) = exchange((by_rank(by_shard(dkv, ring), ring.plan.ranks),), 0, ring.group).wait()
-        return dq, summed(parts), query.sinks
+        return dq, sum_parts(parts), query.sinks
 
 
 def keys_in_order(keys: Keys, ring: Ring) -> Keys:
@@ -70,6 +70,6 @@ def by_rank(x: Tensor, ranks: int) -> Tensor:
     return x.unflatten(1, (ranks, x.shape[1] // ranks)).movedim(1, 0)
 
 
-def summed(parts: Tensor) -> Tensor:
+def sum_parts(parts: Tensor) -> Tensor:
     """Sum ``parts`` [n ...] over n in place, into ``parts[0]``, in index order, because the order determines the last bits."""
     return reduce(Tensor.add_, parts[1:], parts[0])

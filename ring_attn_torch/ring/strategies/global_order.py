@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ring_attn_core.plan.global_order import GlobalPlan, OwnRuns
 
-from ...attend.keys import Keys, along_tokens, clipped, joined, side_by_side
+from ...attend.keys import Keys, along_tokens, clip, join, side_by_side
 from ...attend.score import OwnTiles, Score
 from ...attend.state import BackwardInputs, Gradients
 from ..groups import rank_in
@@ -31,7 +31,7 @@ class GlobalOrder(OneWay):
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
         """Return the queries, keys and extents of all ranks by position, and a score that marks this rank's own tokens."""
         q_order, k_order = _tokens(ring, queries[0].device)
-        extents = None if score.extents is None else clipped(score.extents)
+        extents = None if score.extents is None else clip(score.extents)
         sent: Any = (*queries, extents, *keys)
         if ring.plan.ranks > 1:
             sent = all_gather(sent, ring.group).wait()
@@ -39,7 +39,7 @@ class GlobalOrder(OneWay):
             sent = tuple([None if x is None else x[None] for x in sent])
         moved: Any = [None if x is None else q_order.sort(side_by_side(x)) for x in sent[: -len(keys)]]
         *spread, extents = moved
-        keys = joined(Keys(*sent[-len(keys) :]), keys.kv.shape[1])
+        keys = join(Keys(*sent[-len(keys) :]), keys.kv.shape[1])
         keys = keys if k_order.order is None else along_tokens(k_order.sort, keys)
         score = score._replace(extents=extents, own_queries=q_order.own, own_keys=k_order.own)
         return tuple(spread), keys, score._replace(query_tiles=q_order.tiles, key_tiles=k_order.tiles)

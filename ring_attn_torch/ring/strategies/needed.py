@@ -67,7 +67,7 @@ def with_received(own: Keys, plan: NeededPlan, group: Group) -> Keys:
     sent: Arrays = tuple([x if x is None else x.transpose(0, 1).index_select(0, index) for x in arrays])
     arriving: Arrays = tuple([x if x is None else x.new_empty((sum(places.sizes), *x.shape[1:])) for x in sent])
     transfer = send_parts(sent, [len(x) for x in places.sent], arriving, places.sizes, group)
-    shard: list[Any] = [x if x is None else _placed(x, places) for x in arrays]  # while the others arrive
+    shard: list[Any] = [x if x is None else _place(x, places) for x in arrays]  # while the others arrive
     for x, received in zip(shard, transfer.wait(), strict=True):
         if x is not None:
             x.index_copy_(1, places.received, received.transpose(0, 1))
@@ -75,7 +75,7 @@ def with_received(own: Keys, plan: NeededPlan, group: Group) -> Keys:
     return keys if keys.bits is None else keys._replace(bits=bits_of(keys.bits.bool()))
 
 
-def _placed(own: Tensor, places: Places) -> Tensor:
+def _place(own: Tensor, places: Places) -> Tensor:
     """Return a shard for the step with the keys ``own`` [b t ...] at the indices ``places.own``, and 0 elsewhere."""
     shard = own.new_zeros((len(own), places.capacity, *own.shape[2:]))
     return shard.index_copy_(1, places.own, own[:, places.held])

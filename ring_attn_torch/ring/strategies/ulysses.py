@@ -17,13 +17,13 @@ from torch import Tensor
 
 from ring_attn_core.plan.ulysses import HeadSplit
 
-from ...attend.keys import Keys, clipped, joined, side_by_side
+from ...attend.keys import Keys, clip, join, side_by_side
 from ...attend.score import Score
 from ...attend.state import BackwardInputs, Gradients
 from ..groups import rank_in
 from ..step import Ring
 from ..transfer import exchange
-from .gather import by_rank, by_shard, in_order, keys_in_order, summed
+from .gather import by_rank, by_shard, in_order, keys_in_order, sum_parts
 from .ring import OneWay
 
 
@@ -32,20 +32,20 @@ class HeadExchange(OneWay):
 
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
         head_split, place = _head_split_of(ring)
-        extents = None if score.extents is None else clipped(score.extents)
+        extents = None if score.extents is None else clip(score.extents)
         to_all = [None if x is None else x.expand(head_split.ranks, *x.shape) for x in (keys.bits, keys.extents, extents)]
         kv = keys.kv if head_split.copies == 1 else keys.kv.repeat_interleave(head_split.copies, 2)
         by_head = [x.unflatten(2, (head_split.ranks, x.shape[2] // head_split.ranks)).movedim(2, 0) for x in (kv, *queries)]
         arrived = exchange((*by_head, *to_all), rank_in(ring.group) - place, ring.group).wait()
         kv, *inside, bits, key_extents, extents = arrived
-        keys = keys_in_order(joined(Keys(kv, bits, None, key_extents), keys.kv.shape[1]), ring)
+        keys = keys_in_order(join(Keys(kv, bits, None, key_extents), keys.kv.shape[1]), ring)
         inside = [in_order(side_by_side(x), ring) for x in inside]
         extents = None if extents is None else in_order(side_by_side(extents), ring)
         score = score._replace(extents=extents).of_heads(place * head_split.q_local, head_split.q_local)
         return tuple(inside), keys, score
 
     def collect(self, results: tuple[Tensor, ...], ring: Ring) -> tuple[Tensor, ...]:
-        return _collected(results, ring)
+        return _collect(results, ring)
 
     def collect_gradients(
         self, dq: Tensor, dkv: Gradients, query: BackwardInputs, ring: Ring
@@ -55,9 +55,9 @@ class HeadExchange(OneWay):
         afterwards."""
         assert isinstance(dkv, Tensor), "what travels is packed"
         (head_split, place), dtype = _head_split_of(ring), query.q.dtype
-        dq, dkv = _collected((dq.to(dtype), dkv.to(dtype) if head_split.copies == 1 else dkv), ring)
+        dq, dkv = _collect((dq.to(dtype), dkv.to(dtype) if head_split.copies == 1 else dkv), ring)
         if head_split.copies > 1:
-            dkv = summed(dkv.unflatten(2, (head_split.kv_heads, head_split.copies)).movedim(3, 0).contiguous())
+            dkv = sum_parts(dkv.unflatten(2, (head_split.kv_heads, head_split.copies)).movedim(3, 0).contiguous())
         if query.sinks is None:
             return dq, dkv, None
         zeros = place * head_split.q_local, (head_split.ranks - place - 1) * head_split.q_local  # for the heads of other ranks
@@ -70,7 +70,7 @@ def _head_split_of(ring: Ring) -> tuple[HeadSplit, int]:
     return head_split, rank_in(ring.group) % head_split.ranks
 
 
-def _collected(arrays: tuple[Tensor, ...], ring: Ring) -> tuple[Tensor, ...]:
+def _collect(arrays: tuple[Tensor, ...], ring: Ring) -> tuple[Tensor, ...]:
     """Swap heads for tokens: turn [b ranks*n heads/ranks ...], tokens of the group, into [b n heads ...], tokens of this rank."""
     head_split, place = _head_split_of(ring)
     sent = tuple(by_rank(by_shard(x, ring), head_split.ranks) for x in arrays)
