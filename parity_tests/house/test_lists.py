@@ -17,6 +17,7 @@ OF_LAYOUTS = {
     "docs/transformers.md": r' `layout` \((.*?) or "balanced"\)',
     "ring_attn_jax/call/signature.py": r"\n        layout: (.*?):",
     "ring_attn_torch/call/signature.py": r"\n        layout: (.*?):",
+    "ring_attn_torch/torchtitan.py": r"``layout``: (.*?)\.",
 }
 """For each place the text around its list of layouts, in which each name stands in double quotes."""
 OF_SCALINGS = {

@@ -54,7 +54,10 @@ COMBINED = [fitted(replace(case, strategy=strategy)) for strategy in STRATEGIES.
 EACH = [fitted(replace(case, strategy=strategy)) for strategy in STRATEGIES.values() for case in EVERYTHING[::-1]]
 """Every feature at once, under every strategy."""
 
-ONE_EACH = [EACH[i] for i in (4, 8, 0, 12, 16)]
+ONE_EACH = [
+    EACH[len(EVERYTHING) * [*STRATEGIES].index(name) + which]
+    for name, which in (("two_way", 1), ("gather", 2), ("direct", 0), ("in pairs", 0), ("two_level", 1))
+]
 """One of these for each strategy: two_way, gather, direct, Ulysses in pairs and two_level."""
 
 SHARED = [
