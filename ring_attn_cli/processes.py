@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-MOST = 1024
+MAX_RANKS = 1024
 """Most ranks that a command starts on one machine. A larger number is probably a typing error."""
 Report = Callable[[str, Any], None]
 """A function ``report(kind, data)`` that sends a message to the parent process."""
@@ -49,8 +49,8 @@ def check_installed(packages: Iterable[str]) -> None:
 
 
 def check_count(ranks: int, option: str) -> None:
-    if ranks > MOST:
-        raise ValueError(f"{option} {ranks} ranks are more than one machine runs: pass at most {MOST}")
+    if ranks > MAX_RANKS:
+        raise ValueError(f"{option} {ranks} ranks are more than one machine runs: pass at most {MAX_RANKS}")
 
 
 class Message(NamedTuple):

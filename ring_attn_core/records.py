@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 T = TypeVar("T")
 P = ParamSpec("P")
 HASH = "_hash"
-MOST_KNOWN = 1024
+MAX_KNOWN = 1024
 """Largest number of entries of a cache indexed by ``Problem``. In a balanced layout each batch adds an entry of up to 100 KB."""
 
 
@@ -28,9 +28,9 @@ def remember(make: Callable[P, T]) -> Callable[P, T]:
 
 
 def add_newest(known: dict[T, Any], record: T, value: Any = None, most: int | None = None) -> None:
-    """Set ``known[record] = value``. Then remove the oldest entry if ``len(known) > most``; ``most=None`` means MOST_KNOWN."""
+    """Set ``known[record] = value``. Then remove the oldest entry if ``len(known) > most``; ``most=None`` means MAX_KNOWN."""
     known[record] = value
-    if len(known) > (most or MOST_KNOWN):
+    if len(known) > (most or MAX_KNOWN):
         del known[next(iter(known))]
 
 

@@ -26,7 +26,7 @@ DOMAIN = 1
 ALL_TOKENS, ALL = 2**31 - 1, 2.0
 """A ``top_k`` and a ``top_p`` that keep all tokens."""
 
-LEAST = 2.0**-126
+MIN_FLOAT = 2.0**-126
 """The smallest normal number of float32; a smaller divisor may be flushed to 0."""
 
 
@@ -101,7 +101,7 @@ class Sampling:
         low, high = seed_words(int(self.seed))
         if not _any(self.temperature):
             return SamplingParameters(None, None, None, low, high)
-        temperature = _map_values(self.temperature, lambda x: float(min(max(x, LEAST), 1 / LEAST)) if x else 0.0)
+        temperature = _map_values(self.temperature, lambda x: float(min(max(x, MIN_FLOAT), 1 / MIN_FLOAT)) if x else 0.0)
         k = (
             None
             if self.top_k is None
@@ -110,7 +110,7 @@ class Sampling:
         p = (
             None
             if self.top_p in (None, 1)
-            else _map_values(self.top_p, lambda x: ALL if x in (None, 1) else max(float(x), LEAST))
+            else _map_values(self.top_p, lambda x: ALL if x in (None, 1) else max(float(x), MIN_FLOAT))
         )
         return SamplingParameters(temperature, k, p, low, high)
 

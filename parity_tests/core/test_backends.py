@@ -81,7 +81,7 @@ def test_a_triton_that_nobody_tried_is_named_once_and_passed_over(monkeypatch):
 @pytest.mark.parametrize("passes", ["forward", "backward"])
 def test_a_pass_that_spills_goes_to_the_portable_kernels_alone(monkeypatch, passes):
     """One warning names the kernel and its bytes; by name it is taken as it is."""
-    monkeypatch.setattr(obstacles, "MOST_STACK", {f"hopper_{passes}": -1})
+    monkeypatch.setattr(obstacles, "MAX_STACK", {f"hopper_{passes}": -1})
     with pytest.warns(UserWarning, match=f"in the {passes} Triton .* compiles its kernel hopper_{passes} with .* bytes") as said:
         call = runnable(on_a_gpu("auto"))
     assert call is not None

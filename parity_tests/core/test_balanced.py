@@ -133,7 +133,7 @@ def test_ranks_with_many_late_parts_of_documents_get_fewer_pairs(local: int, mon
 
     drawn = [packed_lengths(batch, 8 * local) for batch in range(BATCHES)]
     counted = sum(map(costs, drawn))
-    monkeypatch.setattr(dealing, "MOST_UNEQUAL", 0.0)
+    monkeypatch.setattr(dealing, "MAX_UNEQUAL", 0.0)
     assert max(figures(documents, 8)[0] for documents in drawn) <= 1.01
     assert counted - BATCHES < 0.6 * (sum(map(costs, drawn)) - BATCHES)
 

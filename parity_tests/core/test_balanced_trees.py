@@ -92,7 +92,7 @@ def test_trees_that_fit_a_rank_stay_whole_and_nothing_travels():
 def test_subtrees_that_leave_ranks_out_of_balance_are_divided(monkeypatch: pytest.MonkeyPatch):
     tree = [-1, 0, 0, -1, 3], [220, 8, 21, 44, 93]
     assert figures([tree], 3)[0] <= 1.01
-    monkeypatch.setattr(balanced_trees, "MOST_UNEVEN", 2.0)
+    monkeypatch.setattr(balanced_trees, "MAX_UNEVEN", 2.0)
     assert figures([tree], 3)[0] > 1.03
 
 

@@ -14,7 +14,7 @@ from ring_attn_core.kernels.binary import stack_bytes
 from ring_attn_core.kernels.compile import compile_launch
 from ring_attn_core.kernels.hopper import launches as hopper
 from ring_attn_core.kernels.launch import Launch
-from ring_attn_core.kernels.obstacles import MOST_STACK
+from ring_attn_core.kernels.obstacles import MAX_STACK
 from ring_attn_core.kernels.tile_sizes import shared_memory
 
 from ..support.compilation import advice, compiled_with_advice, released_in_flight
@@ -36,7 +36,7 @@ def test_a_backward_in_two_passes_compiles(widths):
     place = (False, False) if widths == (256, 256) else (True, True)
     for launch in (steps.dq(call, *place), steps.dkv(call, *place)):
         check_compiled(launch)
-        assert stack_bytes(compile_launch(launch, 90).asm["cubin"]) <= MOST_STACK[launch.kernel]
+        assert stack_bytes(compile_launch(launch, 90).asm["cubin"]) <= MAX_STACK[launch.kernel]
         for each in (*steps.lists(call, "dq"), *steps.lists(call, "dkv")):
             compile_launch(each, 90)
 
@@ -58,7 +58,7 @@ def test_with_key_extents_every_pass_compiles_within_the_stack_that_auto_takes(d
     )
     passes = [steps.dq, steps.dkv] if dim > 128 else [lambda call, *_: hopper.backward(call, True)]
     for launch in (one(call, True, True) for one in (steps.forward, *passes)):
-        assert stack_bytes(compile_launch(launch, 90).asm["cubin"]) <= MOST_STACK[launch.kernel]
+        assert stack_bytes(compile_launch(launch, 90).asm["cubin"]) <= MAX_STACK[launch.kernel]
 
 
 @pytest.mark.exhaustive

@@ -47,7 +47,7 @@ def values(folder: Path) -> set[float]:
 
 @pytest.mark.parametrize("most", [10**9, 24])
 def test_a_folder_is_written_read_and_replaced_in_one_file_or_several(tmp_path, monkeypatch, most):
-    monkeypatch.setattr(weight_saving, "MOST_BYTES", most)
+    monkeypatch.setattr(weight_saving, "MAX_BYTES", most)
     for value in (1.0, 2.0):
         save(tmp_path / "deep" / "w", value)
         assert values(tmp_path / "deep" / "w") == {value}
@@ -147,7 +147,7 @@ def test_a_truncated_file_is_named(tmp_path, kept):
 
 
 def test_weights_are_on_the_disk_before_their_folder_has_its_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(weight_saving, "MOST_BYTES", 24)
+    monkeypatch.setattr(weight_saving, "MAX_BYTES", 24)
     save(tmp_path / "w")
     with unflushed() as lost:
         save(tmp_path / "w", 1.0)
@@ -183,7 +183,7 @@ def test_a_folder_that_lacks_something_says_what(tmp_path, monkeypatch):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"pickles such as pytorch_model\.bin are never read"):
         values(tmp_path)
-    monkeypatch.setattr(weight_saving, "MOST_BYTES", 24)
+    monkeypatch.setattr(weight_saving, "MAX_BYTES", 24)
     save(tmp_path / "w")
     first = tmp_path / "w" / "model-00001-of-00002.safetensors"
     first.write_bytes((tmp_path / "w" / "model-00002-of-00002.safetensors").read_bytes())

@@ -53,7 +53,7 @@ def test_the_name_of_a_saved_folder_survives_a_loss_of_power(tmp_path, monkeypat
 def test_the_index_counts_the_bytes_of_all_files(tmp_path, monkeypatch):
     from safetensors.numpy import save_file
 
-    monkeypatch.setattr(weight_saving, "MOST_BYTES", 24)
+    monkeypatch.setattr(weight_saving, "MAX_BYTES", 24)
     write(tmp_path, [(name, np.zeros(size, np.float32)) for name, size in (("a", 5), ("b", 2), ("c", 5), ("d", 1))], save_file)
     index = json.loads((tmp_path / INDEX).read_text())
     assert index["metadata"] == {"total_size": 4 * (5 + 2 + 5 + 1)}

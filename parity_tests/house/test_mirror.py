@@ -150,7 +150,7 @@ def test_decisions_and_their_compilation_are_the_same_text():
     """Except for the name of a ring, the traced positions of JAX, and the cache of PyTorch, which decides at every call."""
     ours, theirs = ((Path(p.__file__).parent / "call" / "decide.py").read_text() for p in (jax_package, torch_package))  # type: ignore
     ours = ours.replace("axis_name: str", "group: Group").replace("axis_name", "group").replace(", arrays.positions)", ")")
-    theirs = theirs.replace("@lru_cache(maxsize=MOST_KNOWN)\n", "")
+    theirs = theirs.replace("@lru_cache(maxsize=MAX_KNOWN)\n", "")
     shared = lambda text: text[text.index("class Decision") : text.index("def _backend")]
     assert shared(ours) == shared(theirs)
 

@@ -180,7 +180,7 @@ def layouts_in_turn(group: dist.ProcessGroup) -> tuple[int, int]:
     layouts = [balanced_layout((n, 32 - n), 2) for n in (4, 9, 20)]
     x, known = torch.ones(1, 16, 1, 8), agreement.history_of(group).agreed
     known.clear()
-    with patch.object(records, "MOST_KNOWN", 2), patch.object(agreement, "_exchange", wraps=agreement._exchange) as exchanged:
+    with patch.object(records, "MAX_KNOWN", 2), patch.object(agreement, "_exchange", wraps=agreement._exchange) as exchanged:
         for i in (0, 1, 1, 2, 2, 0):
             ring_attention(x, x, x, layout=layouts[i], group=group)
     return len(known), exchanged.call_count

@@ -41,7 +41,7 @@ def interpreted(capability: int) -> Iterator[None]:
         as_on_a_gpu(),
         patch.object(inference, "capability", gpu),
         patch.object(of_core, "decode_tiles", lambda rows, *_: TileConfig(16 if rows < 17 else 32, 16, 1, 1)),
-        patch.object(of_core, "LEAST_SLOTS", 32),
+        patch.object(of_core, "MIN_SLOTS", 32),
         patch.object(launches, "SCAN", 32),
         patch.object(launches, "MERGED_AT_ONCE", 4),
         patch.object(attend, "launch", lambda what, arrays: launched.append(what) or launch(what, arrays)),

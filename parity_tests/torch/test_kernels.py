@@ -52,7 +52,7 @@ STRATEGIC = [
     Case(strategy="ulysses", ranks=2, heads=2, kv_heads=1, batch=1, dtype="float16", sinks=True),
     Case(strategy="gather", ranks=3, heads=2, kv_heads=1, batch=1, dtype="float16", key_mask="random"),
     Case(
-        strategy=Gather(groups=2), ranks=2, batch=1, length=33, dtype="bfloat16", key_mask="random", sinks=True, dropout_rate=0.3
+        strategy=Gather(groups=2), ranks=2, batch=1, length=33, dtype="float16", key_mask="random", sinks=True, dropout_rate=0.3
     ),
     Case(strategy="two_way", ranks=3, heads=2, batch=1, dtype="float16"),
     *(replace(case, ranks=2, batch=1) for case in EACH),

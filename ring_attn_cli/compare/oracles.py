@@ -78,7 +78,7 @@ def _attention_inputs(case: Case) -> GlobalArrays:
     return GlobalArrays(arrays | case.masks, leaves, {"out": dout, "lse": dlse})
 
 
-MOST_PAIRS = 2**27
+MAX_PAIRS = 2**27
 """Most (query, key) pairs, over all heads and batch rows, for which the attention oracle computes all results.
 
 With more pairs, only batch row 0 and key head 0 are computed.
@@ -86,7 +86,7 @@ With more pairs, only batch row 0 and key head 0 are computed.
 
 
 def _attention_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[str]) -> Truth:
-    arrays = first_heads(case, inputs, cotangents, whole=case.batch * case.heads * case.length**2 <= MOST_PAIRS)
+    arrays = first_heads(case, inputs, cotangents, whole=case.batch * case.heads * case.length**2 <= MAX_PAIRS)
     right = exact(**arrays, mask=case.band, **case.scalars)
     rough = plain(**arrays, mask=case.band, dtype=case.dtype, **case.scalars)
     part = "" if arrays["q"].shape == inputs.arrays["q"].shape else "the first batch row and the query heads of key head 0"

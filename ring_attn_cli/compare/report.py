@@ -102,12 +102,12 @@ def _cost(result: VariantResult) -> tuple[str, str]:
     return f"{result.median_seconds * 1e3:.4g}", memory
 
 
-MOST = 8
+MAX_QUANTITIES = 8
 
 
 def choose_shown(quantities: tuple[Quantity, ...]) -> list[Quantity]:
-    """Return all quantities up to ``MOST``; of more, leave out gradients within bounds except the largest error / bound."""
-    if len(quantities) <= MOST:
+    """Return all quantities up to ``MAX_QUANTITIES``; of more, leave out those within bounds but the largest error / bound."""
+    if len(quantities) <= MAX_QUANTITIES:
         return list(quantities)
     worst = max((each for each in quantities if each.name.startswith("d")), key=lambda each: each.relative / each.bound)
     return [each for each in quantities if not each.name.startswith("d") or not each.within or each is worst]
@@ -130,7 +130,7 @@ def _name_rings(ranks: tuple[int, ...]) -> str:
 INK, QUIET = "#24292F", "#6E7781"
 COLOURS = "#0969DA", "#CF222E", "#1A7F37", "#9A6700", "#8250DF", "#BF3989", "#0A3069", "#656D76"
 SHARE, TIME = "largest error as a share of its bound", "forward and backward, ms (median)"
-LEAST = 1e-3
+MIN_RATIO = 1e-3
 """The smallest error / bound that is drawn; smaller ones are drawn at this value."""
 
 
@@ -158,8 +158,8 @@ def save(comparison: Comparison, path: Path) -> None:
 
 
 def share(result: VariantResult) -> float:
-    """Return the largest error / bound of a result's arrays, but at least ``LEAST``. At most 1 means that all bounds hold."""
-    return max(max(quantity.relative / quantity.bound for quantity in result.quantities), LEAST)
+    """Return the largest error / bound of a result's arrays, but at least ``MIN_RATIO``. At most 1 means that all bounds hold."""
+    return max(max(quantity.relative / quantity.bound for quantity in result.quantities), MIN_RATIO)
 
 
 def _draw_lines(panels: Any, comparison: Comparison) -> None:

@@ -23,9 +23,9 @@ KINDS = {
 """For each kind of answer, the reason why it takes no other options, and the names of the options that it takes."""
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-MOST_RANKS = 4096
+MAX_RANKS = 4096
 """Largest number of ranks in a drawn plan; drawing time grows with its square."""
-MOST_TOKENS, MOST_SEGMENTS = 2**24, 10_000
+MAX_TOKENS, MAX_SEGMENTS = 2**24, 10_000
 """Largest numbers of tokens, and of documents or tree segments, that ``--documents`` and ``--tree`` accept."""
 
 
@@ -39,14 +39,14 @@ def check_used(context: typer.Context, kind: str) -> None:
 
 
 def check_drawable(ranks: int) -> None:
-    if ranks > MOST_RANKS:
-        raise ValueError(f"a plan of {ranks} ranks is too large to draw, for it has a line for each: pass at most {MOST_RANKS}")
+    if ranks > MAX_RANKS:
+        raise ValueError(f"a plan of {ranks} ranks is too large to draw, for it has a line for each: pass at most {MAX_RANKS}")
 
 
 def check_drawn(option: str, tokens: int, segments: int) -> None:
-    if tokens > MOST_TOKENS or segments > MOST_SEGMENTS:
+    if tokens > MAX_TOKENS or segments > MAX_SEGMENTS:
         raise ValueError(
-            f"{option} draws at most {MOST_SEGMENTS:,} segments or documents of {MOST_TOKENS:,} tokens in all, got "
+            f"{option} draws at most {MAX_SEGMENTS:,} segments or documents of {MAX_TOKENS:,} tokens in all, got "
             f"{segments:,} of {tokens:,} tokens: pass fewer"
         )
 

@@ -30,7 +30,7 @@ from .options import check_drawn, read_words
 from .terminal import Axis, count_in_words, mask_in_words, rank_cell, short
 
 BALANCED = "balanced"
-MOST_DOCUMENTS = 100_000
+MAX_DOCUMENTS = 100_000
 """The largest number of documents that ``--batches`` accepts; their layouts take minutes."""
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -106,8 +106,8 @@ def read_batches(text: str) -> list[int]:
         lengths = list(map(int, words))
     except ValueError as error:
         raise ValueError(f"--batches takes lengths in tokens such as [4096, 512], or a file of them, got {text!r}") from error
-    if len(lengths) > MOST_DOCUMENTS:
-        raise ValueError(f"--batches lays out at most {MOST_DOCUMENTS:,} documents, got {len(lengths):,}: pass fewer")
+    if len(lengths) > MAX_DOCUMENTS:
+        raise ValueError(f"--batches lays out at most {MAX_DOCUMENTS:,} documents, got {len(lengths):,}: pass fewer")
     return lengths
 
 

@@ -27,7 +27,7 @@ from .load import Load
 from .memory import config_of
 from .terminal import title
 
-MOST_GPUS = 4096
+MAX_GPUS = 4096
 """Most GPUs in a prediction; the time to compute a prediction grows with their number."""
 
 ROOM = 1 / 16
@@ -82,8 +82,8 @@ def machine_of(text: str) -> Machine:
 
 def problem_of(prediction: PredictOptions) -> Problem:
     """Return the attention call to predict, with one batch row in bfloat16. ``Problem.check`` checks the rest."""
-    if not 2 <= prediction.gpus <= MOST_GPUS:
-        raise ValueError(f"--gpus must be 2 to {MOST_GPUS}, got {prediction.gpus}")
+    if not 2 <= prediction.gpus <= MAX_GPUS:
+        raise ValueError(f"--gpus must be 2 to {MAX_GPUS}, got {prediction.gpus}")
     if prediction.host_gpus < 1:
         raise ValueError(f"--host-gpus must be at least 1, got {prediction.host_gpus}")
     found = re.fullmatch(r"(\d+)(?:/(\d+))?", prediction.heads)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 
 from ring_attn_core import layouts
 from ring_attn_core.data.settings import BALANCED
-from ring_attn_core.model.checks import LARGEST, check_activations
+from ring_attn_core.model.checks import MAX_INT32, check_activations
 from ring_attn_core.model.lora import LoRA
 from ring_attn_core.problem.strategies import check_order, check_strategy
 
@@ -28,9 +28,9 @@ MODEL: dict[str, Any] = {"vocab": 256, "dim": 128, "depth": 2, "heads": 4, "kv_h
 DTYPES = "param_dtype", "compute_dtype"
 """The only keys of ``[model]`` that are allowed with ``init_from``."""
 KINDS: dict[Any, tuple[str, str, float]] = {
-    int: ("an integer", "a list of integers", LARGEST),
+    int: ("an integer", "a list of integers", MAX_INT32),
     float: ("a number", "a list of numbers", sys.float_info.max),
-    str: ("a text", "a list of texts", LARGEST),
+    str: ("a text", "a list of texts", MAX_INT32),
 }
 """For each type of a value its name, the name of a list of such values, and the largest absolute integer."""
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
@@ -183,8 +183,10 @@ class Config:
                 f"data.batch_tokens = {self.data.batch_tokens} says what a step is, and so does data.accumulate = "
                 f"{self.data.accumulate}: leave out one of them"
             )
-        if abs(self.seed) + self.steps > LARGEST:
-            raise ValueError(f"seed + steps must be at most {LARGEST}, for each step draws by their sum, got seed = {self.seed}")
+        if abs(self.seed) + self.steps > MAX_INT32:
+            raise ValueError(
+                f"seed + steps must be at most {MAX_INT32}, for each step draws by their sum, got seed = {self.seed}"
+            )
         if self.init_from is not None and set(self.model) - set(DTYPES):
             raise ValueError(
                 f"init_from = {self.init_from!r} says what the model is, and so does [model]: leave out one of them; "

@@ -10,7 +10,7 @@ from ..validation import hold_numbers, in_words, is_integer
 
 FP8 = "float8_e4m3fn"
 DTYPES = ("bfloat16", "float16", "float32", "float64", FP8)
-LARGEST = 448.0
+MAX_FLOAT8 = 448.0
 """The largest value of float8 e4m3 (arXiv:2209.05433, table 1)."""
 
 

@@ -33,7 +33,7 @@ from ..plan.dealing import deal, join_items
 from ..runs import Run
 from .trees import Tree, trees_of
 
-MOST_UNEVEN = 1.01
+MAX_UNEVEN = 1.01
 """The largest ratio of a rank's cost to the mean cost that is accepted without making a second layout."""
 
 Runs = tuple[tuple[tuple[int, int], ...], ...]
@@ -64,7 +64,7 @@ def balanced_tree_layout(parents: Any, lengths: Any, ranks: int, *, length: int 
     before = rows[0] if len(rows) == 1 else lambda position: sum(row(position) for row in rows)
     subtrees, segments = (_edges(trees, most, ranks * local) for most in (local, 1))
     dealt = deal(join_items(subtrees, local), segments, ranks, before)
-    if _balance(dealt, before) > MOST_UNEVEN:
+    if _balance(dealt, before) > MAX_UNEVEN:
         dealt = min(dealt, deal(segments, segments, ranks, before), key=lambda each: _balance(each, before))
     return BalancedLayout(dealt, tokens, tree=True)
 

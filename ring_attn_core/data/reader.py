@@ -18,9 +18,9 @@ from ..files import Identity, identity, open_file, read_at, sample
 from ..lazy_numpy import np
 from .documents import Document, identity_now, vanished_error
 from .index import ShardSpan
-from .settings import LARGEST
+from .settings import MAX_INT32
 
-MOST_OPEN = 64
+MAX_OPEN = 64
 
 
 class _SharedFile:
@@ -84,10 +84,10 @@ class Reader:
             highest = 1 << (8 * dtype.itemsize - 1)
             wide = tokens.astype(np.int64)
             return np.where(wide & highest, ~(wide & ~highest), wide)
-        if count and not 0 <= tokens.min() <= tokens.max() <= LARGEST:
-            wrong = tokens[(tokens < 0) | (tokens > LARGEST)][0]
+        if count and not 0 <= tokens.min() <= tokens.max() <= MAX_INT32:
+            wrong = tokens[(tokens < 0) | (tokens > MAX_INT32)][0]
             raise ValueError(
-                f"{file.path} holds the id {wrong}: token ids are 0 to {LARGEST}, so write the array anew without it"
+                f"{file.path} holds the id {wrong}: token ids are 0 to {MAX_INT32}, so write the array anew without it"
             )
         return tokens.astype(np.int64)
 
@@ -105,7 +105,7 @@ class Reader:
 
     def _opened(self, document: Document) -> _SharedFile:
         held = self._files.get(document.path) or self._files.setdefault(document.path, _SharedFile(document.path))
-        for path in [*self._files][:-MOST_OPEN]:
+        for path in [*self._files][:-MAX_OPEN]:
             self._files.pop(path, None)  # another thread may have done so
         return held
 

@@ -21,7 +21,7 @@ BYTES = 256
 
 COLUMN = "text"
 
-LARGEST = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 """The largest id: ids are int32 in JAX."""
 
 
@@ -68,8 +68,8 @@ class DatasetSettings:
             if not is_integer(value) or value < least:  # type: ignore[operator]
                 raise ValueError(f"{name} must be an int of at least {least}, got {in_words(value)}")
         for name in ("seed", "ignore_index"):
-            if not is_integer(getattr(self, name)) or abs(getattr(self, name)) > LARGEST:
-                raise ValueError(f"{name} must be an int of at most {LARGEST}, got {in_words(getattr(self, name))}")
+            if not is_integer(getattr(self, name)) or abs(getattr(self, name)) > MAX_INT32:
+                raise ValueError(f"{name} must be an int of at most {MAX_INT32}, got {in_words(getattr(self, name))}")
         for name in ("shuffle", "restart_positions"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {in_words(getattr(self, name))}")
@@ -83,9 +83,9 @@ class DatasetSettings:
             self._check_chat()
         if self.replica >= self.replicas:
             raise ValueError(f"replica={self.replica} is not one of {self.replicas} replicas: pass 0 to {self.replicas - 1}")
-        if self.end is not None and not (0 if self.tokenizer is not None else BYTES) <= self.end <= LARGEST:
+        if self.end is not None and not (0 if self.tokenizer is not None else BYTES) <= self.end <= MAX_INT32:
             least = "0" if self.tokenizer is not None else f"{BYTES}, for the ids below are the bytes of the text"
-            raise ValueError(f"end must be an id of at least {least}, and at most {LARGEST}, got {self.end}")
+            raise ValueError(f"end must be an id of at least {least}, and at most {MAX_INT32}, got {self.end}")
         if self.batch_tokens is not None:
             self._check_batch_tokens()
         unit = self.ranks * runs

@@ -21,7 +21,7 @@ from ..lazy_numpy import np
 from ..runs import Band
 from ..validation import in_words, is_integer, is_traced, number_in_words
 
-MOST_TOKENS = 2**31 - 1
+MAX_TOKENS = 2**31 - 1
 """The largest number of tokens of a row: int32 holds their positions and the ends of subtrees."""
 
 
@@ -166,9 +166,9 @@ def _check(row: str, tree: Tree) -> None:
         raise ValueError(
             f"{row} of the tree has {len(tree.parents)} parents and {len(tree.lengths)} lengths: pass one per segment"
         )
-    if tree.tokens > MOST_TOKENS:
+    if tree.tokens > MAX_TOKENS:
         raise ValueError(
-            f"{row} of the tree has {tree.tokens} tokens, and positions are int32: pass at most {MOST_TOKENS} in a row"
+            f"{row} of the tree has {tree.tokens} tokens, and positions are int32: pass at most {MAX_TOKENS} in a row"
         )
     path: list[int] = []  # the segment before this one, and its ancestors
     for segment, (parent, length) in enumerate(zip(*tree, strict=True)):

@@ -14,7 +14,7 @@ from .compile import compile_launch, kernel_function
 from .driver import TENSOR_MAP, DescriptorFormat, LaunchBuffer, encode, load, start
 from .launch import Descriptor, Launch, Scalar, encodings
 
-MOST_ADDRESSES = 1024
+MAX_ADDRESSES = 1024
 """Largest number of TMA descriptors in a ``DescriptorCache``. A full cache is emptied before it stores another descriptor."""
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -42,7 +42,7 @@ class DescriptorCache(dict[int, bytes]):
         self._of = descriptor
 
     def __missing__(self, address: int) -> bytes:
-        if len(self) >= MOST_ADDRESSES:
+        if len(self) >= MAX_ADDRESSES:
             self.clear()
         self[address] = made = encode(address, self._of)
         return made

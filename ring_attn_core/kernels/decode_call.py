@@ -12,10 +12,10 @@ from .tile_sizes import TileConfig, pad_width, shared_memory
 NATIVE_FP8 = 89
 """The first compute capability with instructions that convert float8_e4m3fn."""
 
-LEAST_SLOTS = 256
+MIN_SLOTS = 256
 """Least slots (tokens) per split, on average, if a cache is split; with fewer, starting a program takes longer than its loads."""
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Largest number of rows in a query tile; a row is one query of one query head."""
 
 
@@ -69,7 +69,7 @@ class DecodeCall:
             return self.splits_override
         programs = self.batch * self.kv_heads * self.row_tiles
         at_once = self.multiprocessors * residents(self)
-        return count_splits(programs, -(-self.slots // self.tiles.block_k), at_once, LEAST_SLOTS // self.tiles.block_k)
+        return count_splits(programs, -(-self.slots // self.tiles.block_k), at_once, MIN_SLOTS // self.tiles.block_k)
 
 
 def decode_tiles(rows: int, width: int, dtype: str, fp8: bool, capability: int) -> TileConfig:
@@ -85,7 +85,7 @@ def decode_tiles(rows: int, width: int, dtype: str, fp8: bool, capability: int) 
     a third. With more rows, a multiprocessor has registers for two programs only, so each program needs two tiles in flight, or
     larger tiles.
     """
-    block_q = min(MOST_ROWS, max(16, 1 << (rows - 1).bit_length()))
+    block_q = min(MAX_ROWS, max(16, 1 << (rows - 1).bit_length()))
     if dtype == "float32":
         return TileConfig(min(block_q, 32), 32 if width <= 128 else 16, 4, 4)
     large = shared_memory(capability) > 128 * 1024

@@ -12,14 +12,14 @@ from .compile import cache_folder, compile_launch, is_interpreted, triton_versio
 from .launch import Launch
 from .tile_sizes import shared_memory
 
-MOST_STACK = {"hopper_forward": 512, "hopper_backward": 600, "hopper_wide_dq": 600, "hopper_wide_dkv": 600}
+MAX_STACK = {"hopper_forward": 512, "hopper_backward": 600, "hopper_wide_dq": 600, "hopper_wide_dkv": 600}
 """The largest stack, in bytes of spilled registers per thread, at which "auto" takes a kernel. Kernels not named have no limit.
 With Triton 3.6 and 3.9, heads of 64 and 128 need at most 352 bytes in the forward and 560 in the backward, with any features
 (parity_tests/core/hopper_launches.json)."""
 
 
 def obstacle(launches: Iterable[Launch], capability: int, spilling: bool = True) -> str | None:
-    """Return why one of the launches cannot run, or None; ``spilling``: also accept stacks above ``MOST_STACK``."""
+    """Return why one of the launches cannot run, or None; ``spilling``: also accept stacks above ``MAX_STACK``."""
     if is_interpreted():
         return None
     for launch in launches:
@@ -34,7 +34,7 @@ def obstacle(launches: Iterable[Launch], capability: int, spilling: bool = True)
 
 
 def _of_kernel(launch: Launch, kernel: Any, capability: int, spilling: bool) -> str | None:
-    """Return why a compiled kernel cannot run, or None. If not ``spilling``, also refuse a stack above ``MOST_STACK``."""
+    """Return why a compiled kernel cannot run, or None. If not ``spilling``, also refuse a stack above ``MAX_STACK``."""
     its, triton, most = f"its kernel {launch.kernel}", f"Triton {triton_version()}", shared_memory(capability)
     if kernel.metadata.shared > most:
         return f"{its} needs {kernel.metadata.shared} bytes of shared memory, and sm_{capability} has {most}"
@@ -42,7 +42,7 @@ def _of_kernel(launch: Launch, kernel: Any, capability: int, spilling: bool) -> 
         stack = stack_bytes(kernel.asm["cubin"])
     except Exception as error:  # a damaged binary may raise anything
         return f"the binary of {its} is damaged ({cause_of(error)}): delete {cache_folder()}, where Triton keeps it"
-    bound = MOST_STACK.get(launch.kernel)
+    bound = MAX_STACK.get(launch.kernel)
     if not spilling and bound is not None and stack > bound:
         return f"{triton} compiles {its} with {stack} bytes of registers in memory: with more than {bound} it is slow"
     try:

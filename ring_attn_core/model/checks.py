@@ -9,14 +9,14 @@ from ..problem.checks import check_dropout_rate, check_softcap
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
-LARGEST = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 """The largest allowed size, so that 64 bits can count the elements of a matrix of two such sizes."""
 
 DEEPEST = 10_000
 """The largest number of layers. A config checks each layer, which takes time."""
 
 
-def check_sizes(most: int = LARGEST, /, **sizes: int) -> None:
+def check_sizes(most: int = MAX_INT32, /, **sizes: int) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} must be an int of at least 1, got {size!r}")

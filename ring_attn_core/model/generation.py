@@ -20,7 +20,7 @@ from .mixers import recurrent_layers
 SLOTS = 64
 """A call's cache has a multiple of this many slots per rank, so that calls of similar length share a compiled step."""
 
-MOST = 2**30
+MAX_TOKENS = 2**30
 
 OnToken = Callable[[int, int], object]
 Progress = Callable[[int, int], object]
@@ -198,8 +198,8 @@ def _most(new: Any, prompts: int) -> tuple[int, ...]:
         name = f"max_new_tokens[{i}]" if several else "max_new_tokens"
         if not is_integer(number) or number < 1:
             raise ValueError(f"{name} must be an int of at least 1, got {in_words(number)}: pass an int, or one for each prompt")
-        if number > MOST:
-            raise ValueError(f"{name}={number}, and the cache is made for all of them: ask for {MOST} at most")
+        if number > MAX_TOKENS:
+            raise ValueError(f"{name}={number}, and the cache is made for all of them: ask for {MAX_TOKENS} at most")
     return tuple(map(int, each))
 
 

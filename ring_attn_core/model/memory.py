@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .checks import LARGEST, check_activations, check_sizes
+from .checks import MAX_INT32, check_activations, check_sizes
 from .config import TransformerConfig
 from .mixers import refuse_mixers
 
@@ -226,4 +226,4 @@ def longest(config: TransformerConfig, training: Training, memory: int, host: in
         needed = peak_memory(config, replace(training, tokens=tokens))
         return needed.peak > memory or (host is not None and total(needed.host) > host)
 
-    return STEP * bisect_left(range(STEP, LARGEST + 1, STEP), True, key=exceeds)
+    return STEP * bisect_left(range(STEP, MAX_INT32 + 1, STEP), True, key=exceeds)

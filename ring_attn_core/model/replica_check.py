@@ -19,7 +19,7 @@ from ..validation import in_words
 
 T = TypeVar("T")
 
-MOST_ENTRIES, MOST_CONTENTS, MOST_OWNERS = 8, 4, 8
+MAX_ENTRIES, MAX_CONTENTS, MAX_OWNERS = 8, 4, 8
 """The most named values, contents of a value, and owners of a content that a message lists. The message counts the others."""
 
 LONGEST = 48
@@ -84,7 +84,7 @@ def check_alike(what: str, unit: str, found: Sequence[str]) -> None:
     """Raise RankDifference if the texts in ``found``, one from each rank or process, differ. ``what``: the subject in words."""
     if len(set(found)) > 1:
         others = [f"{unit} {rank} read {text}" for rank, text in enumerate(found) if text != found[0]]
-        listed = "; ".join(others[:MOST_OWNERS])
+        listed = "; ".join(others[:MAX_OWNERS])
         raise RankDifference(
             f"{what} are not the same on every {unit}: {unit} 0 read {found[0]}; {listed}. Load them when no process writes "
             "there, from one folder that all hosts share or from equal copies of it"
@@ -144,7 +144,7 @@ def check_replicas(tables: Sequence[Table], unit: str, remedy: str) -> None:
     if wrong:
         raise ValueError(
             f"{len(wrong)} of {entries} entries are not the same everywhere: "
-            f"{'; '.join(wrong[:MOST_ENTRIES])}{_more(len(wrong) - MOST_ENTRIES, '; ')}. {remedy}"
+            f"{'; '.join(wrong[:MAX_ENTRIES])}{_more(len(wrong) - MAX_ENTRIES, '; ')}. {remedy}"
         )
 
 
@@ -180,7 +180,7 @@ def _group(pairs: Iterable[tuple[str, tuple[str, int]]]) -> dict[str, list[tuple
 
 def _list_groups(groups: Mapping[str, Sequence[tuple[str, int]]]) -> str:
     texts = [f"{content} on {owners(whose)}" for content, whose in groups.items()]
-    return ", ".join(texts[:MOST_CONTENTS]) + _more(len(texts) - MOST_CONTENTS, ", ")
+    return ", ".join(texts[:MAX_CONTENTS]) + _more(len(texts) - MAX_CONTENTS, ", ")
 
 
 def owners(whose: Sequence[tuple[str, int]]) -> str:
@@ -189,7 +189,7 @@ def owners(whose: Sequence[tuple[str, int]]) -> str:
     for unit in dict.fromkeys(unit for unit, _ in whose):
         numbers = [str(number) for each, number in whose if each == unit]
         plural = "" if len(numbers) == 1 else "es" if unit.endswith("s") else "s"
-        texts.append(f"{unit}{plural} {', '.join(numbers[:MOST_OWNERS])}{_more(len(numbers) - MOST_OWNERS, ' ')}")
+        texts.append(f"{unit}{plural} {', '.join(numbers[:MAX_OWNERS])}{_more(len(numbers) - MAX_OWNERS, ' ')}")
     return " and ".join(texts)
 
 

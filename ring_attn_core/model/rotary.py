@@ -28,19 +28,19 @@ from typing import Any, get_args
 from ..validation import as_number, hold_numbers
 from .checks import check_flags, check_sizes, is_number
 
-MOST = 1e30
+MAX_NUMBER = 1e30
 """The largest value of a number in a scaling. It keeps the powers and products of such numbers in the range of floats."""
 
 
 def _check_numbers(record: Any, least: float, *names: str) -> None:
-    """Convert the named fields of a scaling to Python numbers. Raise ValueError if one is below ``least`` or above ``MOST``."""
+    """Convert the named fields of a scaling to Python numbers. Raise ValueError if one is not in ``least`` .. ``MAX_NUMBER``."""
     hold_numbers(record, names)
     for name in names:
         value = getattr(record, name)
         if not is_number(value) or value < least:
             raise ValueError(f"{name} of {type(record).__name__} must be a number of at least {least:g}, got {value!r}")
-        if value > MOST:
-            raise ValueError(f"{name} of {type(record).__name__} must be at most {MOST:g}, got {value!r}")
+        if value > MAX_NUMBER:
+            raise ValueError(f"{name} of {type(record).__name__} must be at most {MAX_NUMBER:g}, got {value!r}")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from .weight_files import CONFIG, INDEX, REPLACED, SAVING, WEIGHTS, resolve, to_
 LOCK = ".{}.lock"
 """Name of the lock file beside the folder ``{}``. A process locks this file while it saves the folder, and then deletes it."""
 
-MOST_BYTES = 5 * 10**9
+MAX_BYTES = 5 * 10**9
 """The most bytes of a file that holds several weights. The saving process holds all weights of a file in host memory."""
 
 SAVED = "float32", "bfloat16", "float16", "float64"
@@ -97,7 +97,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def write(folder: Path, weights: Iterable[tuple[str, Any]], save_file: Save) -> None:
-    """Write the weights in files of at most MOST_BYTES or one weight; hold those of one file in memory, and the next."""
+    """Write the weights in files of at most MAX_BYTES or one weight; hold those of one file in memory, and the next."""
     files: list[list[str]] = []
     part: dict[str, Any] = {}
     total = 0
@@ -110,7 +110,7 @@ def write(folder: Path, weights: Iterable[tuple[str, Any]], save_file: Save) -> 
         part.clear()
 
     for name, x in weights:
-        if part and sum(each.nbytes for each in part.values()) + x.nbytes > MOST_BYTES:
+        if part and sum(each.nbytes for each in part.values()) + x.nbytes > MAX_BYTES:
             finish()
         part[name] = x
         total += x.nbytes

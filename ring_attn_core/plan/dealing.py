@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from .documents import unite
 
-LEAST_CHUNK, MOST_CHUNK = 512, 2048
+MIN_CHUNK, MAX_CHUNK = 512, 2048
 """Bounds of the size of a chunk, in tokens. Neighbouring short documents that fit into a chunk are one item (``join_items``).
 
 Fewer items give the ranks fewer runs.
@@ -23,8 +23,8 @@ Fewer items give the ranks fewer runs.
 SNAP = 64
 """Largest distance, in tokens, by which a cut inside an item may move to the edge of a document."""
 
-MOST_WHOLE = 4
-"""``_Remaining.costly`` also tries to cut directly before the last 1, 2, ... or MOST_WHOLE items, which then stay whole."""
+MAX_WHOLE = 4
+"""``_Remaining.costly`` also tries to cut directly before the last 1, 2, ... or MAX_WHOLE items, which then stay whole."""
 
 SLACK = 0.004
 """A cut may move only if the rank's cost then deviates from an equal share by at most this fraction of the share."""
@@ -36,7 +36,7 @@ A run has this cost because tiles at its ends are visible in part only. The time
 (documents-direct-ring-h200.json) fit 250 queries in the backward, 470 in the forward, and 297 in both.
 """
 
-MOST_UNEQUAL = 0.025
+MAX_UNEQUAL = 0.025
 """The largest deviation of a rank's pairs from an equal share, as a fraction of the share.
 
 A rank gets fewer pairs if its runs cost more than the mean of the ranks (``AS_QUERIES``), and more pairs if they cost less.
@@ -97,7 +97,7 @@ class _Remaining:
             low, high = (low, middle) if excess(middle) >= 0 else (middle + 1, high)
         x = min((low, max(low - 1, 0)), key=lambda x: abs(excess(x)))
         near = [x - shift for cut in (local - x, total - x) for shift in self._to_edge(cut) if abs(shift) <= SNAP]
-        whole = [total - first for first in self.tokens[-1 - MOST_WHOLE : -1]]
+        whole = [total - first for first in self.tokens[-1 - MAX_WHOLE : -1]]
         fit = [y for y in (*near, *whole) if 0 <= y <= local and abs(excess(y)) <= SLACK * share]
         cut = lambda y: (self.at(local - y)[1] > 0) + (self.at(total - y)[1] > 0)
         return min(fit, key=lambda y: (cut(y), abs(y - x)), default=x)
@@ -149,7 +149,7 @@ def deal(
     most = max(max(run_costs) * ranks - sum(run_costs), sum(run_costs) - min(run_costs) * ranks)
     if not most:
         return first
-    part = min(1, MOST_UNEQUAL * sum(item.cost for item in items) / most)
+    part = min(1, MAX_UNEQUAL * sum(item.cost for item in items) / most)
     return _deal_items(items, edges, cost_before, local, [cost * part for cost in run_costs])
 
 
@@ -168,7 +168,7 @@ def _deal_items(
 
 def join_items(edges: list[int], local: int) -> list[int]:
     """Join neighbouring items that together fit a chunk (an eighth of ``local``, within limits), and return the edges left."""
-    chunk = min(max(local // 8, LEAST_CHUNK), MOST_CHUNK, local)
+    chunk = min(max(local // 8, MIN_CHUNK), MAX_CHUNK, local)
     kept = edges[:1]
     for edge, following in pairwise([*edges[1:], edges[-1] + chunk + 1]):
         if following - kept[-1] > chunk:

@@ -10,25 +10,25 @@ from typing import Any, NamedTuple
 from ..runs import Run
 from ..validation import STATIC, as_number, in_words, is_finite, is_integer, is_traced, number_in_words
 
-LEAST_CAP, LARGEST_CAP = 1e-18, 1e30
+MIN_CAP, MAX_CAP = 1e-18, 1e30
 """Bounds of softcap. Beyond them score / softcap may overflow or become subnormal in float32."""
 
-LARGEST_SCALE = 1e18
+MAX_SCALE = 1e18
 """Largest magnitude of scale. With a greater scale, score / softcap may overflow in float32."""
 
 
 def check_scale(scale: Any) -> None:
-    if scale is not None and not (is_finite(scale) and abs(scale) <= LARGEST_SCALE):
+    if scale is not None and not (is_finite(scale) and abs(scale) <= MAX_SCALE):
         raise ValueError(
-            f"scale must be a finite Python number of at most {LARGEST_SCALE:g}, or None (head_dim ** -0.5), got "
+            f"scale must be a finite Python number of at most {MAX_SCALE:g}, or None (head_dim ** -0.5), got "
             + number_in_words(scale)
         )
 
 
 def check_softcap(softcap: Any) -> None:
-    if softcap is not None and not (is_finite(softcap) and LEAST_CAP <= softcap <= LARGEST_CAP):
+    if softcap is not None and not (is_finite(softcap) and MIN_CAP <= softcap <= MAX_CAP):
         raise ValueError(
-            f"softcap must be a Python number above 0 ({LEAST_CAP:g} to {LARGEST_CAP:g}), got {in_words(softcap)}: scores become "
+            f"softcap must be a Python number above 0 ({MIN_CAP:g} to {MAX_CAP:g}), got {in_words(softcap)}: scores become "
             "softcap * tanh(score / softcap); pass None to leave them" + (STATIC if is_traced(softcap) else "")
         )
 

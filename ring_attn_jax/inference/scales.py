@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ring_attn_core.cache import checks
-from ring_attn_core.cache.spec import LARGEST, CacheSpec
+from ring_attn_core.cache.spec import MAX_FLOAT8, CacheSpec
 
 from ..axes import vary_alike
 from ..data.extents import on_host
@@ -34,14 +34,14 @@ def of_first(
     largest = jnp.stack([jnp.where(real, jnp.abs(x), jnp.zeros((), x.dtype)).max((0, 1, 3)).astype(jnp.float32) for x in new])
     (largest,) = vary_alike((axis_name,), largest)
     largest = lax.pmax(largest, axis_name)
-    _, exponent = jnp.frexp(largest / LARGEST)
+    _, exponent = jnp.frexp(largest / MAX_FLOAT8)
     least = jnp.where(largest > 0, jnp.ldexp(jnp.ones_like(largest), exponent), 1)
     return [jnp.where(nothing | (scale == 0), each, scale) for scale, each in zip(scales, least, strict=True)]
 
 
 def quantize(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Divide x [b, n, kv_heads, dim] by ``scale`` [kv_heads], clamp it to -448 .. 448 and convert it to float8."""
-    return jnp.clip(x.astype(jnp.float32) / scale[None, None, :, None], -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
+    return jnp.clip(x.astype(jnp.float32) / scale[None, None, :, None], -MAX_FLOAT8, MAX_FLOAT8).astype(jnp.float8_e4m3fn)
 
 
 def restore(x: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:

@@ -23,7 +23,7 @@ from ring_attn_core.plan.needed import NeededPlan, check_available, unavailable
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.problem.checks import check_extents, check_key_extents
 from ring_attn_core.problem.problem import Problem
-from ring_attn_core.records import MOST_KNOWN, add_newest
+from ring_attn_core.records import MAX_KNOWN, add_newest
 from ring_attn_core.releases import warn_if_untried
 
 from ..attend.backend import Backend
@@ -85,7 +85,7 @@ class Decision:
         return Ring(self.steps, group, self.problem.strategy)
 
 
-@lru_cache(maxsize=MOST_KNOWN)
+@lru_cache(maxsize=MAX_KNOWN)
 def compile_call(problem: Problem, *, any_position: bool, ahead: bool = False) -> Decision:
     """Check the problem and compile its forward. ``ahead``: first begin to compile the backward that "auto" selects."""
     problem.check()

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from ring_attn_core.problem.checks import OptionalArray, check_v_dim
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
-from ring_attn_core.records import MOST_KNOWN
+from ring_attn_core.records import MAX_KNOWN
 
 from ..attend.launch import capability
 from ..ring.groups import constant, group_of, is_dtensor
@@ -50,7 +50,7 @@ class Kind(NamedTuple):
     layout: torch.layout
 
 
-@lru_cache(maxsize=MOST_KNOWN)
+@lru_cache(maxsize=MAX_KNOWN)
 def _problem(kinds: tuple[tuple[Any, ...] | None, ...], ranks: int, options: Options) -> Problem:
     """Build the problem. ``kinds``: the ``Kind`` of each array of ``NAMES``, or None if it was not passed."""
     passed = {name: Kind(*kind) for name, kind in zip(NAMES, kinds, strict=True) if kind is not None}

@@ -18,7 +18,7 @@ from ring_attn_core.validation import in_words
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-MOST_TOKENS = 32768
+MAX_TOKENS = 32768
 """Largest number of queries, and of keys, for which a mask is evaluated at every pair."""
 
 CONSTANT = ("builtins", "torch", "math", "operator")
@@ -57,9 +57,9 @@ def block_mask_arguments(block_mask: BlockMask, shape: Shape) -> DenseMaskArgume
             f"block_mask is for {' x '.join(map(str, block_mask.seq_lengths))} tokens, and the ring has length={queries} and "
             f"kv_length={keys}: make it for the whole sequence, and pass length= and kv_length= if the shards are padded"
         )
-    if max(queries, keys) > MOST_TOKENS:
+    if max(queries, keys) > MAX_TOKENS:
         raise ValueError(
-            f"block_mask has {queries} x {keys} pairs to evaluate, and at most {MOST_TOKENS} tokens are: call "
+            f"block_mask has {queries} x {keys} pairs to evaluate, and at most {MAX_TOKENS} tokens are: call "
             "ring_attention with mask, extents (document_extents, prefix_extents) and key_extents (tree_extents)"
         )
     held: list[Any] = []

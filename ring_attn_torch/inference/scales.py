@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn_core.cache import checks
-from ring_attn_core.cache.spec import LARGEST, CacheSpec
+from ring_attn_core.cache.spec import MAX_FLOAT8, CacheSpec
 
 from ..ring.groups import Group, ranks_of
 
@@ -38,7 +38,7 @@ def of_first(
     largest = torch.stack([x.abs().masked_fill(~real, 0).amax((0, 1, 3)).float() for x in new])
     if step.layout is not None and ranks_of(ring) > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=ring)
-    _, exponent = torch.frexp(largest / LARGEST)
+    _, exponent = torch.frexp(largest / MAX_FLOAT8)
     scales = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), 1)
     for scale, first in zip((k_scale, v_scale), scales, strict=True):
         scale.copy_(torch.where(nothing | (scale == 0), first, scale))
@@ -46,7 +46,7 @@ def of_first(
 
 def quantize(x: Tensor, scale: Tensor) -> Tensor:
     """Divide x [b, n, kv_heads, dim] by ``scale`` [kv_heads], clamp it to -448 .. 448 and convert it to float8."""
-    return (x.float() / scale[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return (x.float() / scale[:, None]).clamp(-MAX_FLOAT8, MAX_FLOAT8).to(torch.float8_e4m3fn)
 
 
 def restore(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

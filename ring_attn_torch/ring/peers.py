@@ -47,7 +47,7 @@ BEGUN, GRADIENT_ROOM, KEY_ROOM, GRADIENTS, KEYS = range(5)
 ``strategies/push.py`` says when a rank raises each flag.
 """
 
-MOST_VIEWS = 4096
+MAX_VIEWS = 4096
 """The largest number of views of the buffers that are cached."""
 
 LONGEST_NAP = 0.2
@@ -155,7 +155,7 @@ class Peers:
         key = rank, begin, like.shape, like.dtype
         found = self._views.get(key)
         if found is None:
-            if len(self._views) >= MOST_VIEWS:
+            if len(self._views) >= MAX_VIEWS:
                 self._views.clear()
             with torch.inference_mode(False):
                 found = self.bytes_of(rank, begin, like.numel() * like.element_size()).view(like.dtype).view(like.shape)

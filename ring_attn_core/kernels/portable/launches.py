@@ -12,7 +12,7 @@ from ..decode_call import NATIVE_FP8, DecodeCall
 from ..launch import Argument, Array, Descriptor, Launch, Output, Scalar
 from ..tile_sizes import MASK_BLOCK, MASK_SPAN, TileConfig, pad_width
 
-LEAST_FOLDED = 1e-20
+MIN_FOLDED = 1e-20
 """A scale is folded into the exponential's multiply-add only above this bound, because Hopper's kernels then divide ALiBi slopes
 by the scale."""
 
@@ -56,7 +56,7 @@ def forward(call: RingCall, first: bool, last: bool) -> Launch:
         **_constants(call, tiles),
         "FIRST": first,
         "LAST": last,
-        "FOLDED": call.scale > LEAST_FOLDED,
+        "FOLDED": call.scale > MIN_FOLDED,
         "ZERO_MASKED": _zero_masked(call),
     }
     if call.tail is not None:
