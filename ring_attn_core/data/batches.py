@@ -123,7 +123,7 @@ class Batches:
         group, known = self.index.group(number), self._counted
         if group not in known:
             found = max(sum(map(self._labels_of, self.index.documents(number))), 1)
-            self._counted = known = dict([*known.items()][-1:]) | {group: found}  # of two: threads alternate at a border
+            self._counted = known = dict([*known.items()][-1:]) | {group: found}  # keep two: threads may be at a border
         return known[group]
 
     def _labels_of(self, document: int) -> int:

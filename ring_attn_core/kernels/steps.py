@@ -28,7 +28,7 @@ def of_forward(call: RingCall, steps: int) -> Iterator[Launch]:
 
 
 def of_backward(call: RingCall, steps: int) -> Iterator[Launch]:
-    """Yield the launches in the backward of a ring, some repeatedly, without the forward's, whose results it uses too."""
+    """Yield the backward's own launches, some repeatedly. The backward also uses the results of the forward's."""
     yield portable.delta(call, call.dtype)
     if "extents" in call.array_names:
         yield extent_bounds(call)

@@ -93,7 +93,7 @@ class Mamba2Config:
 
 
 def _fill(config: Any, **defaults: int | None) -> None:
-    """Check the sizes of both layers, and replace None by ``defaults``, whose None is dim / heads, in a Mamba2 2 dim / heads."""
+    """Check sizes, and replace None by ``defaults``. A default of None is width / heads; width is dim, in a Mamba2 2 dim."""
     hold_numbers(config, [name for name in vars(config) if name != "param_dtype"])
     check_sizes(dim=config.dim, heads=config.heads, taps=config.taps)
     check_eps(config.eps)

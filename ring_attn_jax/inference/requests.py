@@ -99,8 +99,8 @@ class Requests:
 
         ``lengths``: an int for all requests, one int each, or an integer array [batch], equal on all ranks. A shorter request
         stays as it is. With a window a request may go back at most ``room`` tokens from its greatest length since its reset.
-        Raise ValueError if a request goes back further, or if the cache has states. The first is not checked if the host cannot
-        read the values: under jit, or if ``lengths`` or the cache's arrays are partly on devices of other processes.
+        Raise ValueError if a request goes back further, or if the cache has states. Going back too far is not noticed if the host
+        cannot read the values: under jit, or if ``lengths`` or the cache's arrays are partly on devices of other processes.
         """
         spec = self.spec
         checks.check_no_states(spec)

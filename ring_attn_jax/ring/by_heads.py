@@ -1,4 +1,4 @@
-"""The passes of ``Gather(groups=n)``: all keys arrive by groups of key heads, and one step computes the rows of a group's heads.
+"""The passes of ``Gather(groups=n)``: all keys arrive by groups of key heads, and one step computes attention of a group's heads.
 
     in transfer    keys 1 | keys 2 | keys 3, gradients 1 | keys 4, gradients 2 | ...
     being computed        | 1      | 2                   | 3                   | ...
@@ -98,7 +98,7 @@ class HeadStep(Step):
         return score.of_heads(self._number * heads, heads)
 
     def settle(self, state: T) -> T:
-        """Return ``state``, tied to own keys of the group after the next, and to the gradients of the group before.
+        """Return ``state``, and make it and the gradients of group n - 1 a precondition of gathering the keys of group n + 2.
 
         XLA gathers those keys only when both are computed. So it holds the keys of two groups, and does not move all transfers to
         the front; no transfer waits for the step beside which it runs.

@@ -38,7 +38,7 @@ def exchange(x: jax.Array, split: int, join: int, axis: str, groups: Groups) -> 
 
 
 def to_ranks(x: jax.Array, axis: str) -> jax.Array:
-    """Send ``x[r]`` to rank r, and stack what all ranks send. Flat, since XLA of jax 0.12 may give slices unlike layouts."""
+    """Send ``x[r]`` to rank r, and stack what all ranks send. Flat: XLA of jax 0.12 may lay out slices differently."""
     return lax.all_to_all(x.reshape(-1), axis, 0, 0, tiled=True).reshape(x.shape)
 
 

@@ -1,10 +1,10 @@
 """The decision on a call: the plan, strategy and backend by which all ranks of a ring run a problem, equal on each of them.
 
 The first call of a problem makes one exchange before any tensor is sent. A rank tells the others its error or the problem's
-fingerprint, the GPUs whose memory it can copy, and what it found in its extents. A later call looks the decision up and exchanges
-nothing, unless it brings intervals to read. On a CPU each call with intervals does. On GPUs a new tensor of extents does if
-"auto" took "direct" in a balanced layout, because "auto" takes it only while the extents of all ranks stay within the layout's
-documents. After a call whose extents do not, equal problems take the ring, in later calls and in the backward of earlier ones.
+fingerprint, the GPUs whose memory it can copy, and what it found in its extents. A later call looks the decision up. It
+exchanges only if it must read intervals: on a CPU in each call that has them, on GPUs for new extents if "auto" took "direct" in
+a balanced layout. "auto" takes it only while the extents of all ranks stay within the layout's documents. Once some do not,
+equal problems take the ring, in later calls and in the backward of earlier ones.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def decide(problem: Problem, arrays: Arrays, group: Group, device: torch.device,
         known = _compare(problem, arrays, group, device, ahead)
     else:
         record.calls += 1
-    if ahead and not known.ahead:  # its equals had no backward
+    if ahead and not known.ahead:  # earlier equal calls had no backward
         known = compile_call(known.problem, any_position=False, ahead=True)
     return known
 

@@ -80,7 +80,7 @@ class _Unknown(Exception):
 
 def _state(x: Any, held: list[Any]) -> Any:
     """Return a key that changes with ``x`` and each tensor or number that its functions read, by digests, or raise _Unknown.
-    ``held`` keeps code objects and constants alive, whose ids it has."""
+    ``held`` keeps alive the code objects and constants whose ids are in the key."""
     if x is None or isinstance(x, bool | int | float | str):
         return type(x), x
     if isinstance(x, Tensor):

@@ -87,7 +87,7 @@ class DecodeLoop:
         self._replay(self._graph)
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Replay the step, and count a token of each request below its limit: the host would have to wait for a stop id."""
+        """Replay the step, and count a token of each request below its limit; to read stop ids, the host would wait."""
         more = [int(self._steps + 1 < new) for new in self._new]
         self._cache.check_room(more)
         graph.replay()

@@ -132,8 +132,8 @@ class Requests:
 
         ``lengths``: an int for all requests, one int each, or integers [batch], equal on all ranks. A shorter request stays as it
         is. With a window a request may go back at most ``room`` tokens from its greatest length since its reset. Raise ValueError
-        if a request goes back further, or if the cache has states. The first is not checked if ``lengths`` is a tensor and the
-        cache is on a GPU.
+        if a request goes back further, or if the cache has states. Going back too far is not noticed if ``lengths`` is a
+        tensor and the cache is on a GPU.
         """
         spec, device = self.spec, self.counts.device
         checks.check_no_states(spec)

@@ -48,9 +48,9 @@ class AgreedCall(NamedTuple):
 
 class History:
     """One rank's record of a process group: the number of calls, the calls agreed on, and the store keys to delete. ``agreed``:
-    the ``Decision`` of each problem, None for other calls. ``read``: the newest extents whose values this rank has read. ``era``
-    distinguishes the group from destroyed groups of its name. ``checks``: entries of ``check_every_call``; ``checked``: exchanges
-    inside the current one, or None."""
+    the ``Decision`` of each problem, None for other calls. ``read``: the newest extents whose values this rank has read. ``era``:
+    a number that an earlier, destroyed group of the same name does not have. ``checks``: entries of ``check_every_call``;
+    ``checked``: exchanges inside the current one, or None."""
 
     def __init__(self, group: Group) -> None:
         self.era = 0 if group is None else store_of(group).add(f"ring_attn/era/{rank_in(group)}", 1)

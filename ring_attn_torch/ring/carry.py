@@ -2,8 +2,8 @@
 
     state before the next run = a @ state + b        (a: a matrix, or a decay multiplied elementwise)
 
-The backward is the same fold in reverse order with transposed maps. Ranks exchange all maps, or, if that is less, only those of
-a part of the heads, and send the states back: the bits are the same. The size of a message does not depend on the length.
+The backward is the same fold in reverse order with transposed maps. Ranks exchange all maps; or, if that is less, each gets the
+maps of some heads and sends the states back. Both give the same bits. The size of a message does not depend on the length.
 """
 
 from __future__ import annotations

@@ -180,7 +180,8 @@ def ring_mask(
     """Return the mask of one kind of layer, or NoWindow if ``local_size`` < 1. Functions such as create_causal_mask call it.
 
     Raise ValueError if the mask fits no pattern of this file. Under torch.compile, inside ``sequence_parallel``,
-    the likeliest pattern is taken without samples. Outside, on one rank, one interval of keys for each query is enough.
+    the likeliest pattern is taken without samples. Outside of it, on one rank, any
+    mask with one interval of keys for each query is accepted.
     """
     offset, call = others.get("q_offset", 0), running()
     cached = call is not None and call.cached  # such a call reports kv_length as if its cache were empty
