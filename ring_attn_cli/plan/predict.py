@@ -31,7 +31,7 @@ MAX_GPUS = 4096
 """Most GPUs in a prediction; the time to compute a prediction grows with their number."""
 
 ROOM = 1 / 16
-"""The share of a rank's memory beyond which the memory that a strategy takes in addition to the ring's is "too large"."""
+"""A strategy that takes more memory than the ring, by over this share of a rank's memory, is "too large"."""
 
 
 class PredictOptions(NamedTuple):

@@ -33,7 +33,7 @@ class RingCall:
     so one call of Philox serves several probabilities. ``zero_masked``: keys that no query sees may hold NaN. ``fully_masked``:
     some queries may see no key and hold NaN. ``hopper``: Hopper's kernels run if they take the call, except in the passes
     ``portable``. ``tiles_override``: tiles to compare. ``ordered``: sums follow the positions, so no design depends on the rank;
-    ``own``: then the runs and tokens of the queries and of the keys whose results a rank computes, if not of all.
+    ``own``: the runs and tokens of the queries and of the keys whose results this rank computes, if ``ordered``; None: all.
     """
 
     batch: int

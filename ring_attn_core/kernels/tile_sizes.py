@@ -53,9 +53,9 @@ def shared_memory(capability: int) -> int:
 
 
 def pad_width(width: int) -> int:
-    """Return the columns to which a tile pads heads of ``width``: a power of two, at least 64. Products need only 16, but those
-    of Triton 3.6 are wrong on Hopper if their right operand has 16-bit rows below 128 bytes and is copied from registers, as a
-    masked v is."""
+    """Return the columns to which a tile pads heads of ``width``: a power of two, at least 64. Sixteen would do, but Triton
+    3.6 miscomputes products on Hopper if the right operand, copied from registers as a masked v is, has 16-bit rows of less than
+    128 bytes."""
     return max(64, 1 << (width - 1).bit_length())
 
 
@@ -212,7 +212,7 @@ def wide_tiles(head_dim: int, v_dim: int, tokens: int) -> WideConfig:
 
 
 DESIGN_LENGTHS = 2048, 4096, 8192
-"""Tokens of a shard: one length for each design of the Hopper backward, by ``wide_tiles`` and ``hopper_passes``."""
+"""Tokens of a shard: one length in each range for which ``wide_tiles`` or ``hopper_passes`` chooses another design."""
 
 
 def hopper_passes(head_dim: int, v_dim: int, query_heads: int, tokens: int, extents: bool = False) -> int:

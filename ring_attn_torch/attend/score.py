@@ -12,7 +12,7 @@ from ring_attn_core.plan.ring import Rows
 
 class OwnTiles(NamedTuple):
     """The tokens on which a GPU kernel computes the results that this rank needs, by ``OwnRuns`` of the core. ``order`` [n]: the
-    index of each in the whole array. ``places`` [s]: the index among them of each own token of the whole array, elsewhere any."""
+    index of each in the whole array. ``places`` [s]: for each token of the whole array its index in ``order``, if it has one."""
 
     rows: Rows
     order: Tensor

@@ -1,6 +1,6 @@
 """Checks on all ranks that the shards of a RingTransformer fit together, before any tensor is sent.
 
-No nonempty extent of a causal model begins after its query: else a ``layout`` is wrong or missing. Key extents, positions and
+In a causal model an extent that begins after its query shows that a ``layout`` is wrong or missing. Key extents, positions and
 path lengths are those of the same prefix trees; ``data/tree_shards.py`` of the core explains how these are compared. Only a CPU
 checks every call. Other devices check the first of a batch's shape, because they wait for the device.
 """

@@ -1,7 +1,7 @@
 """The state spaces of Mamba-2 and Mamba-1 on shards, whose formulas the core's problem/recurrence.py has.
 
 A run's effect on the state is a decay in closed form. Mamba-2 adds the effect of the carried state to the result from the state
-0; Mamba-1, whose effect costs as much as its scan, scans a second time from the carried state.
+0. In Mamba-1 this costs as much as a scan, so it scans a second time, from the carried state.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ def _exchange_errors(
     call: str, error: Exception | None, mine: dict[str, Any], ring: Group, other: type[Exception] = ValueError
 ) -> list[dict[str, Any]]:
     """Return ``mine`` of all ranks, or raise the lowest failing rank's error on all. An OSError stays one; others become a
-    ValueError, or ``other`` if a rank has none. A failing rank waits 5 seconds for the others."""
+    ValueError, or ``other`` if some rank had no error. A failing rank waits 5 seconds for the others."""
     if ring is None or ranks_of(ring) == 1:
         if error is not None:
             raise error

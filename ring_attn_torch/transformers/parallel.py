@@ -2,7 +2,7 @@
 
 A model that is compiled inside the ``with``, or by ``model.compile()``, is traced with its hooks. So ``before`` and ``after``
 only find out if a call begins or ends. The compiler runs ``_begin`` and ``_end`` uncompiled, between its graphs. They look up the
-hooks of the present ``with``, because graphs of an earlier one are used again.
+hooks of the present ``with``, because graphs that an earlier one has traced are used again.
 """
 
 from __future__ import annotations
