@@ -123,12 +123,12 @@ START = """
 import sys
 from pathlib import Path
 from ring_attn_core.data import cache
-written = cache._written
+written = cache._write
 def counted(folder, *rest):
     with open(folder / "writers", "a") as file:
         file.write("x")
     return written(folder, *rest)
-cache._written = counted
+cache._write = counted
 from parity_tests.support import corpus
 print(corpus.batches(Path(sys.argv[1])).state())
 """

@@ -15,10 +15,10 @@ from ring_attn_core.layouts import find_layout
 
 TESTS = """
 from parity_tests.outside.one import in_place
-from ring_attn_core.layouts import named
+from ring_attn_core.layouts import find_layout
 import pytest, unittest
 
-def test_ours(): assert in_place(named, "zigzag")
+def test_ours(): assert in_place(find_layout, "zigzag")
 def test_theirs(): pass
 def test_wrong(): assert in_place(len, "a") == 2
 def test_their_mistake(): int("x")
@@ -27,7 +27,7 @@ def test_skipped(): pass
 def test_skips_itself(): pytest.skip("too slow")
 
 class Cases(unittest.TestCase):
-    def test_refused(self): in_place(named, "spiral")
+    def test_refused(self): in_place(find_layout, "spiral")
 """
 FOUND = {
     "test_ours": "passed",

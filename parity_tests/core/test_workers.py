@@ -97,7 +97,7 @@ from parity_tests.core.test_workers import LAUNCHES
 compiled = []
 triton.knobs.compilation.listener = lambda cache_hit, **_: None if cache_hit else compiled.append(1)
 compile.start(LAUNCHES, 90)
-[compile.compiled(launch, 90) for launch in LAUNCHES]
+[compile.compile_launch(launch, 90) for launch in LAUNCHES]
 print(len(compiled))
 """
 

@@ -56,7 +56,7 @@ def attend(group: Any, ranks: list[Reach], strategy: str = "auto") -> tuple[list
     torch.manual_seed(dist.get_rank(group))
     q, k, v = (torch.randn(1, 6, 2, 8, requires_grad=True) for _ in range(3))
     with as_on_gpus(group, ranks), ExitStack() as patches:
-        for name in ("decide", "decided"):
+        for name in ("decide", "decide_backward"):
             patches.enter_context(patch.object(autograd, name, spy(getattr(autograd, name))))
         ring_attention(q, k, v, group=group, strategy=strategy).sum().backward()  # type: ignore[arg-type]
         patches.enter_context(patch.object(agreement, "_exchange", side_effect=AssertionError("asked")))
