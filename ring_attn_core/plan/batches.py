@@ -1,23 +1,19 @@
 """Microbatches of a global batch of documents: whole documents, as few microbatches as fit, and equal compute in each.
 
 A microbatch is a packed row of ``ranks * tokens_per_rank`` tokens. Its balanced layout deals the documents to all ranks, so a
-short document stays on one rank and a long one lies on as many as it needs. The documents are distributed in three steps:
-
-1. The documents of most pairs, 8 for each microbatch, go one by one to the microbatch with the least compute so far that has
-   room (longest processing time first, Graham 1969).
-2. Each microbatch gets a number of tokens that the other documents shall fill: all then have the same compute, or are full.
-3. The other documents go, longest first, many at a time, to each microbatch in proportion to the tokens that it misses.
+short document stays on one rank and a long one lies on as many as it needs. The documents go one by one, that of most compute
+first, to the microbatch with the least compute so far that has room (longest processing time first, Graham 1969).
 
 If a document does not fit, best fit in order of decreasing length packs all documents anew, without regard to compute.
 """
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from heapq import heappop, heappush, heapreplace
 from typing import Any, NamedTuple
 
 from ..layouts import check_ranks
@@ -29,8 +25,11 @@ from .balanced import balanced_layout, work_of
 from .balanced_layout import BalancedLayout
 from .documents import PackedDocuments, document_rows
 
-LONGEST = 8
-"""The number of documents for each microbatch that are placed one by one, first those of most pairs, last the shortest."""
+MAX_TOKENS = 2**31 - 1
+"""The largest number of tokens of a microbatch: int32 holds their positions."""
+
+MAX_COST = 1e30
+"""The largest compute of a token, in visible pairs."""
 
 
 class ComputeCost(NamedTuple):
@@ -135,7 +134,12 @@ def plan_batches(
     if not is_integer(tokens_per_rank) or tokens_per_rank < 1:
         raise ValueError(f"tokens_per_rank must be an int of at least 1, got {in_words(tokens_per_rank)}")
     check_integer("seed", seed)
+    ranks, tokens_per_rank, seed = int(ranks), int(tokens_per_rank), int(seed)
     sizes, capacity = _check_lengths(lengths), ranks * tokens_per_rank
+    if capacity > MAX_TOKENS:
+        raise ValueError(
+            f"a microbatch of {ranks} ranks x {tokens_per_rank} tokens is too long: int32 holds {MAX_TOKENS} positions"
+        )
     if (longest := int(sizes.max())) > capacity:
         raise ValueError(
             f"document {int(sizes.argmax())} has {longest} tokens, and a microbatch of {ranks} ranks x {tokens_per_rank} tokens "
@@ -164,13 +168,12 @@ def plan_batches(
 
 def cost_of(cost: Any) -> ComputeCost:
     """Return ``cost``, a number, a ComputeCost or None, as a ComputeCost."""
-    if isinstance(cost, ComputeCost):
-        return cost
-    number = 0.0 if cost is None else as_number(cost)
-    if not isinstance(number, int | float) or isinstance(number, bool) or not 0 <= number < float("inf"):
-        what = "the compute of a token in visible pairs, a finite number of at least 0, or config.cost()"
+    masks = cost.masks if isinstance(cost, ComputeCost) else ComputeCost().masks
+    number = 0.0 if cost is None else as_number(cost.token if isinstance(cost, ComputeCost) else cost)
+    if not isinstance(number, int | float) or isinstance(number, bool) or not 0 <= number <= MAX_COST:
+        what = f"the compute of a token in visible pairs, a number from 0 to {MAX_COST:g}, or config.cost()"
         raise ValueError(f"cost must be {what}, got {in_words(cost)}")
-    return ComputeCost(float(number))
+    return ComputeCost(float(number), masks)
 
 
 def pairs_of(sizes: np.ndarray, masks: Iterable[tuple[Band, float]]) -> np.ndarray:
@@ -189,75 +192,38 @@ def deal(sizes: np.ndarray, pairs: np.ndarray, count: int, capacity: int, seed: 
     """Return the microbatch, 0 to ``count - 1``, of each document, with about equal compute; None if one does not fit.
     ``pairs``: visible pairs by document. ``token``: compute of a token in pairs."""
     draw = np.random.RandomState(seed % 2**32).random_sample  # NumPy freezes the numbers that a RandomState draws
-    order = np.lexsort((draw(len(sizes)), -sizes, -pairs))
-    dealt = np.empty(len(sizes), np.int64)
-    long, short = np.split(order, [LONGEST * count])
-    short = short[np.argsort(-sizes[short], kind="stable")]
-    density = float(pairs[short].sum() / max(sizes[short].sum(), 1))  # each token that a long document leaves has so many pairs
-    used, compute = np.zeros(count, np.int64), np.zeros(count)
-    placed = _place_long(sizes[long].tolist(), (pairs[long] - density * sizes[long]).tolist(), count, capacity)
+    compute = pairs + token * sizes
+    order = np.lexsort((draw(len(sizes)), -sizes, -compute))
+    unit = max(float(compute.max()), 1e-300) * len(sizes) * count / 2**61
+    steps = np.rint(compute / unit).astype(np.int64) * count  # in an integer, with the number of the microbatch, heaps are fast
+    placed = _place(sizes[order].tolist(), steps[order].tolist(), count, capacity)
     if placed is None:
         return None
-    dealt[long] = placed
-    np.add.at(used, placed, sizes[long])
-    np.add.at(compute, placed, pairs[long] + token * sizes[long])
-    room, tokens = capacity - used, int(sizes[short].sum())
-    spare = (room.sum() - tokens) / (2 * count)  # half of the padding: documents do not fill a microbatch to the last token
-    missing = _water(compute, np.maximum(room - spare, 0), tokens, density + token)
-    dealt[short] = _place_short(sizes[short], missing)
-    if (np.bincount(dealt, sizes, count) > capacity).any():
-        return None
+    dealt = np.empty(len(sizes), np.int64)
+    dealt[order] = placed
     return np.argsort(draw(count))[dealt]
 
 
-def _place_long(sizes: list[int], compute: list[float], count: int, capacity: int) -> list[int] | None:
-    """Return the microbatch of each document, in their order: that of least compute with room; None if none has room."""
-    heap, placed = [(0.0, -capacity, number) for number in range(count)], []  # compute, minus the room, microbatch
-    for tokens, cost in zip(sizes, compute, strict=True):
-        full = []
-        while heap and -heap[0][1] < tokens:
-            full.append(heapq.heappop(heap))
-        if not heap:
+def _place(sizes: list[int], steps: list[int], count: int, capacity: int) -> list[int] | None:
+    """Return the microbatch of each document, in their order: that of least compute with room; None if none has room.
+    ``steps``: compute in multiples of ``count``, so that a key, compute + number, also holds the number of the microbatch."""
+    keys, rooms = [*range(count)], [capacity] * count
+    full: list[tuple[int, int]] = []  # minus the room, and the key, of each that had no room for a document
+    placed = []
+    for tokens, step in zip(sizes, steps, strict=True):
+        while full and -full[0][0] >= tokens:
+            heappush(keys, heappop(full)[1])
+        while keys:
+            key = keys[0]
+            number = key % count
+            if rooms[number] >= tokens:
+                break
+            heappush(full, (-rooms[number], heappop(keys)))
+        else:
             return None
-        total, room, number = heap[0]
-        heapq.heapreplace(heap, (total + cost, room + tokens, number))
+        heapreplace(keys, key + step)
+        rooms[number] -= tokens
         placed.append(number)
-        for each in full:
-            heapq.heappush(heap, each)
-    return placed
-
-
-def _water(compute: np.ndarray, room: np.ndarray, tokens: int, cost: float) -> np.ndarray:
-    """Return the tokens to add to each microbatch for the most even compute. ``cost``: compute of an added token."""
-    if not cost:
-        return room * (tokens / max(room.sum(), 1))
-    low, high = float(compute.min()), float((compute + cost * room).max())
-    for _ in range(50):
-        level = (low + high) / 2
-        enough = np.clip((level - compute) / cost, 0, room).sum() >= tokens
-        low, high = (low, level) if enough else (level, high)
-    return np.clip((high - compute) / cost, 0, room)
-
-
-def _place_short(sizes: np.ndarray, missing: np.ndarray) -> np.ndarray:
-    """Return the microbatch of each document, given longest first. ``missing``: tokens that each microbatch shall get.
-    In a round, an eighth of the documents, ordered so that neighbours are of all sizes, is cut in proportion to what each misses
-    that has room for two of them. The last go one by one, each to the microbatch that misses most."""
-    placed, begin, count, left = np.empty(len(sizes), np.int64), 0, len(missing), missing.copy()
-    while len(sizes) - begin > LONGEST * count:
-        row, column = np.divmod(np.arange((len(sizes) - begin) // (LONGEST * count) * count), count)
-        part = begin + np.where(row % 2, count - 1 - column, column).argsort(kind="stable")  # as if dealt to and fro
-        tokens, roomy = sizes[part], np.where(left >= 2 * sizes[begin], left, 0)
-        middles, needed = tokens.cumsum() - tokens / 2, (roomy if roomy.any() else np.maximum(left, 0)).cumsum()
-        placed[part] = np.minimum(needed.searchsorted(middles * (needed[-1] / tokens.sum())), count - 1)
-        left -= np.bincount(placed[part], tokens, count)
-        begin += len(part)
-    heap = [(-tokens, number) for number, tokens in enumerate(left.tolist())]
-    heapq.heapify(heap)
-    for document, tokens in enumerate(sizes[begin:].tolist(), begin):
-        owed, number = heap[0]
-        heapq.heapreplace(heap, (owed + tokens, number))
-        placed[document] = number
     return placed
 
 
@@ -277,9 +243,9 @@ def best_fit(sizes: Sequence[int], order: Iterable[int], capacity: int) -> np.nd
 
 
 def _check_lengths(lengths: Any) -> np.ndarray:
-    found = np.asarray(lengths) if isinstance(lengths, list | tuple | np.ndarray) else None
+    found = _as_array(lengths)
     if found is None or found.ndim != 1 or found.dtype.kind not in "iu" or not found.size or found.min() < 1:
-        rows = document_rows(lengths)  # says which length is wrong
+        rows = [] if found is not None and not found.ndim else document_rows(lengths)  # says which length is wrong
         if len(rows) != 1 or not rows[0]:
             what = "the tokens of the documents of a global batch, at least one"
             raise ValueError(f"lengths are {what}, such as [4096, 512], got {in_words(lengths)}")
@@ -288,13 +254,20 @@ def _check_lengths(lengths: Any) -> np.ndarray:
 
 
 def _check_pairs(pairs: Any, sizes: np.ndarray) -> np.ndarray:
-    found = np.asarray(pairs) if isinstance(pairs, list | tuple | np.ndarray) else None
+    found = _as_array(pairs)
     if found is None or found.shape != sizes.shape or found.dtype.kind not in "iuf":
         got = in_words(pairs) if found is None else f"{found.dtype} {list(found.shape)}"
         raise ValueError(f"pairs must be a list with a number for each of {len(sizes)} documents, got {got}")
-    right = (found >= 0) & (found <= sizes.astype(float) ** 2)
+    right = (found >= 0) & (found.astype(float) <= sizes.astype(float) ** 2)
     if not right.all():
         at = int(right.argmin())
         what = f"the visible pairs of document {at} of {int(sizes[at])} tokens, at most as many as its square"
         raise ValueError(f"pairs[{at}] must be {what}, got {in_words(found[at].item())}")
     return found.astype(float)
+
+
+def _as_array(numbers: Any) -> np.ndarray | None:
+    try:
+        return np.asarray(numbers) if isinstance(numbers, list | tuple | np.ndarray) else None
+    except ValueError:  # lists of several lengths
+        return None
