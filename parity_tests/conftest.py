@@ -106,7 +106,7 @@ WITH = {
 """Files that compare what another file's tests have computed, start the same pool of processes or compile the same kernels."""
 
 TRANSFORMERS = "parity_tests/torch/test_transformers_"
-"""How the names of files begin that start a pool of processes which import transformers."""
+"""The beginning of the names of files that start a pool of processes which import transformers."""
 
 
 def _unit(file: str) -> str:
@@ -118,9 +118,9 @@ tests = itertools.count(1)
 
 
 def pytest_runtest_teardown() -> None:
-    """Forget what was compiled, where the next test would feel it.
+    """Forget compiled programs if they would disturb the next test.
 
-    torch.compile refuses a function with its ninth set of guards, and every module's call is one function. XLA maps memory for
+    PyTorch compiles a function for eight sets of guards only, and every module's call is one function. XLA maps memory for
     every program that it compiles, and Linux gives a process 65,530 maps: the whole grid takes more.
     """
     if dynamo := sys.modules.get("torch._dynamo"):

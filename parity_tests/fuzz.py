@@ -37,7 +37,7 @@ from .support.strategies import STRATEGIES, fitted
 
 LONGEST = 70
 DRAWS = 8
-"""Of a case's data, to bound its error by."""
+"""The number of draws of a case's data that bound its error."""
 
 
 SLOW_IS_FINE: Any = list(HealthCheck)

@@ -136,7 +136,7 @@ def test_quick_gives_way_to_what_is_asked_for():
 
 
 def work(tell, how: str) -> None:
-    """What the processes of these tests do."""
+    """Do the work of a process in these tests."""
     print("some notice")
     if how == "raise":
         raise RuntimeError("the ring is broken")

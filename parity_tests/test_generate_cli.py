@@ -101,7 +101,7 @@ def test_what_cannot_begin_is_refused(folder, tmp_path):
 
 
 def test_ids_outside_the_vocabulary_are_refused_before_weights_are_loaded(folder, tmp_path):
-    """There are no weights to load."""
+    """Call the command in a folder without weights."""
     config = {"vocab": 128}, {"vocab_size": 128, "model_type": "llama", "eos_token_id": [2, 128]}
     for each in config:
         (tmp_path / "config.json").write_text(json.dumps(each))

@@ -1,4 +1,4 @@
-"""What attention holds beside its inputs and outputs, and what a rank more costs the others."""
+"""Tests of memory: attention's own beside its inputs and outputs, and the cost of one more rank to the others."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def mesh_in_pool(way: str) -> Any:
 
 
 def on_rank(group: Any, way: str) -> torch_side.Losses | None:
-    """What one of the first four ranks finds; the others only help to make the mesh."""
+    """Return the losses of one of the first four ranks; the others only help to make the mesh."""
     mesh = mesh_in_pool(way)
     if rank_in(group) >= torch_side.RANKS:
         return None

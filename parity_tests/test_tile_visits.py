@@ -84,7 +84,7 @@ def test_eight_packed_documents_visit_hardly_more_tiles_than_hold_a_visible_pair
 
 
 def test_at_the_real_tile_sizes_a_long_packed_batch_does_little_more_than_its_visible_area():
-    """What is above 1.0 is the half of each tile on the diagonal, and the tiles that two documents share."""
+    """Allow more than 1.0 for the half of each tile on the diagonal, and for the tiles that two documents share."""
     tokens = 65536
     edges = np.linspace(0, tokens, DOCUMENTS + 1).astype(int) + np.array([0, *[37] * (DOCUMENTS - 1), 0])
     extents = np.stack([edges[:-1], edges[1:]], -1)[np.searchsorted(edges, np.arange(tokens), "right") - 1][None].astype(np.int32)

@@ -59,7 +59,7 @@ WAYS = {
     "torch, fresh": lambda *command: started([*MODULE, *command], ROOT, VARIABLES),
     "torchrun": lambda *command: started([*TORCHRUN, *MODULE, *command], ROOT, VARIABLES),
 }
-"""How the command is started. The last two are fresh processes, as users', which import for many seconds."""
+"""The ways to start the command. The last two are fresh processes, as users', which import for many seconds."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""``ring-attn train`` that is killed again and again ends with the losses and weights of the run that nobody killed, bit for bit.
+"""Tests of a ``ring-attn train`` that is killed again and again: it ends with the bits of an unbroken run, losses and weights.
 
 ``KILLS=20`` kills that often; two are the default. Every second one waits until a checkpoint is being written.
 """
@@ -33,7 +33,7 @@ PATIENCE = 300.0
 
 
 def in_torch(pipe: Connection, config: Config, rank: int, store: str) -> None:
-    """What a process of the command does."""
+    """Do the work of a process of the command."""
     from ring_attn_cli.train import torch_worker
 
     torch_worker.work(lambda kind, values: pipe.send((kind, values)), rank, config, store)
@@ -73,7 +73,7 @@ class Run:
             self.until_step()
 
     def half_written(self) -> dict[str, int]:
-        """The folders of checkpoints that are no checkpoints yet, and when a file came into them."""
+        """Return the folders of unfinished checkpoints, and the time at which a file last came into each."""
         found = {}
         for path in self._folder.glob("*step*"):
             if path.name.endswith((".saving", "checkpoint-tmp")):

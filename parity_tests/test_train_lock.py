@@ -36,7 +36,7 @@ if __name__ == "__main__":
         print(rank.pid, flush=True)
         time.sleep(600)
 """
-"""What a run is to the system: a process with the lock, and one that it started as it starts ranks."""
+"""The program of a run as the system sees it: a process with the lock, and one that it started as it starts ranks."""
 
 
 def test_a_killed_run_blocks_nobody(tmp_path: Path):

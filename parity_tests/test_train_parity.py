@@ -32,7 +32,7 @@ pytest.importorskip("rich")
 
 
 CLOSE = 1e-9
-"""How far losses and norms in float64 may be apart, relatively: they would grow with every step that were another one."""
+"""The largest relative difference of losses and norms in float64: it would grow with every step that differed."""
 
 
 class Stopped(Exception):

@@ -30,7 +30,7 @@ for package in ("orbax.checkpoint", "torch", "safetensors", "rich"):
 
 PATIENCE = 300
 CODES = {"SIGINT": (130,), "SIGTERM": (143, -signal.SIGTERM)}
-"""What a shell says of either: a process that SIGTERM has ended by itself has 143 there too."""
+"""The exit codes of each signal: a shell also gives 143 to a process that SIGTERM itself has ended."""
 
 
 def command(tmp_path: Path, framework: str, name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Weights that are read while they change: of one save, the same on every rank, and never from what is no file."""
+"""Tests of weights that are read while they change: from one save, the same on every rank, and only from regular files."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_what_is_no_path_of_a_folder_is_refused(package, folder):
 
 
 class TestTorchOnRings:
-    """What needs several processes that share a folder, or do not."""
+    """Tests of several processes that share a folder, or do not."""
 
     def test_ranks_that_read_other_weights_are_told(self, package, gloo, tmp_path):
         for folder, value in (("a", 1.0), ("b", 2.0)):

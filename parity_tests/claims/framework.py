@@ -1,4 +1,4 @@
-"""What a claim of both packages says of one of them: its names, its framework's arrays, and its rings."""
+"""The framework of a claim about both packages: one package's names, its framework's arrays, and its rings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Framework(ABC):
     name: str
     package: ModuleType
     no_ring: dict[str, Any]
-    """What says to a function that its arrays are whole and no ring is there."""
+    """The keywords that tell a function that its arrays are whole, without a ring."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(type(self).package, name)

@@ -1,4 +1,4 @@
-"""What key_extents hide: as documents they equal extents, and as trees nothing leaks from a branch into its siblings."""
+"""Tests of key_extents: as documents they equal extents, and as trees they let nothing leak from a branch into its siblings."""
 
 from __future__ import annotations
 

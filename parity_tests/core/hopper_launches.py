@@ -19,7 +19,7 @@ MEASURED: dict[str, dict[str, list[int]]] = json.loads(Path(__file__).with_suffi
 
 
 def with_feature(call: RingCall, feature: str) -> RingCall:
-    """As a call has it: under extents there may be keys that nobody sees."""
+    """Return a call with a feature as users' calls have it: under extents there may be keys that no query sees."""
     if feature == "softcap":
         return replace(call, softcap=30.0)
     seen = {"zero_masked": feature == "extents", "fully_masked": feature in ("extents", "key_mask")}

@@ -1,4 +1,4 @@
-"""Which backend computes a problem, and what is said when it is not the one that was hoped for."""
+"""Tests of backends: the choice for a problem, and the message when it is not the one that was hoped for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..support.selection import first
 
 @pytest.fixture(autouse=True)
 def measured_triton(monkeypatch):
-    """What "auto" takes is judged as with a Triton that the Hopper forward is measured with."""
+    """Let "auto" choose as with a Triton that the Hopper forward is measured with."""
     monkeypatch.setattr(backends, "triton_release", lambda: (3, 6))
 
 

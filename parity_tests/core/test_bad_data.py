@@ -1,4 +1,4 @@
-"""What is no data is refused in words, the same on every rank: empty, binary, vanished or changed files, empty folders."""
+"""Tests of the refusal of bad data, the same on every rank: empty, binary, vanished or changed files, empty folders."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_data_that_vanish_or_change_under_way_are_refused(tmp_path):
 
 @pytest.mark.parametrize("token", [0, -1])
 def test_other_token_arrays_of_the_same_sizes_do_not_go_on_from_a_state(token: int, tmp_path):
-    """Of a token array only the ends are looked at; nobody reads all of it."""
+    """Change an end of a token array: only the ends are compared, never all of it."""
     documents = corpus.write_arrays(tmp_path, (9_000, 9_000))
     state = corpus.batches(tmp_path).state()
     corpus.batches(tmp_path).resume(state)

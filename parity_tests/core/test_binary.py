@@ -1,4 +1,4 @@
-"""What a binary says of itself, against CUDA's own tool."""
+"""Tests of reading a binary's facts, against CUDA's own tool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a start of a kernel packs for the driver: no GPU needed. That the packed starts are right, the tests of a GPU show."""
+"""Tests of the arguments that a start of a kernel packs for the driver: no GPU needed. GPU tests show that they are right."""
 
 from __future__ import annotations
 

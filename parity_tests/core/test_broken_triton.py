@@ -1,4 +1,4 @@
-"""Whatever is wrong with Triton or its cache: "auto" says it in one sentence and goes on, a backend by name is refused."""
+"""Tests of a broken Triton or cache: "auto" says so in one sentence and goes on, a backend by name is refused."""
 
 from __future__ import annotations
 

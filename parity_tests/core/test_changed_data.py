@@ -1,4 +1,4 @@
-"""Data that change after a dataset was made, or are no data: noticed and named, and never a hang or a dead process."""
+"""Tests of changed or invalid data of a dataset: both are noticed and named, and never cause a hang or a dead process."""
 
 from __future__ import annotations
 

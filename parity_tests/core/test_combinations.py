@@ -35,7 +35,7 @@ def test_the_cases_are_few_and_see_something():
 
 
 def test_blanks_of_every_kind_are_there():
-    """Queries that see nothing, with sinks and without, and keys that nobody sees."""
+    """Find queries that see nothing, with sinks and without, and keys that no query sees."""
     unseeing = [case for case in WITH_BLANKS if not case.visible.any(2).all()]
     assert {case.sinks for case in unseeing} == {True, False}
     assert any(not case.visible.any(1).all() for case in WITH_BLANKS)

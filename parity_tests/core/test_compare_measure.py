@@ -1,4 +1,4 @@
-"""What ``ring-attn compare`` measures, and how it takes a user's function, without any framework."""
+"""Tests of ``ring-attn compare`` without any framework: its measurements, and its calls of a user's function."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_of_a_long_sequence_the_truth_is_that_of_the_first_heads(monkeypatch: py
 
 
 def given_to(name: str, **case: Any) -> Any:
-    """What calling that planted function with numpy arrays comes to."""
+    """Return the result of calling that planted function with numpy arrays."""
     text = f"{PLANTED}:{name}"
     function = user.load(text)
     offered = {"mask": None, "scale": 1.0, "length": 8, "sinks": None, "return_lse": True}

@@ -20,7 +20,7 @@ seeds, sizes = st.integers(0, 2**32 - 1), st.integers(0, 9)
 
 
 def shown(parts, queries: int, keys: int) -> np.ndarray:
-    """What the parts show, as the oracle reads them."""
+    """Return the visible pairs of the parts, as the oracle reads them."""
     return visible(parts.band, range(queries), range(keys), parts.extents, parts.key_mask, parts.key_extents)
 
 

@@ -94,7 +94,7 @@ def test_a_probability_is_kept_where_its_number_is_at_least_the_rate(seed):
 
 
 def test_every_position_has_a_place_of_its_own():
-    """Eight words of the counter for 16 queries, one for q and q + 8; four for 16 keys, one for k, k + 1, k + 8 and k + 9."""
+    """Count eight words for 16 queries, one for q and q + 8, and four for 16 keys. Keys k, k + 1, k + 8 and k + 9 share one."""
     for place, words, sharing in (place_of_query, 48, [21, 29]), (place_of_key, 24, [18, 19, 26, 27]):
         places = [place(p) for p in range(96)]
         assert len(set(places)) == 96

@@ -85,7 +85,7 @@ def test_keys_beside_their_values_end_where_the_values_begin():
 
 
 SHORT_OF_REGISTERS = "backward 64", ("softcap", "everything")
-"""Whose products wait for each other with Triton 3.9, by ptxas for want of registers: right, and how slow is not measured yet."""
+"""The kernels whose products wait for each other with Triton 3.9, because ptxas lacks registers: right, but not yet timed."""
 
 STACK_BY_CHANCE, RELOADS_BY_CHANCE = 8, 1
 """ptxas orders instructions by the table of source lines too: one PTX with other line numbers (3.6, dropout) had 4 for 3."""
@@ -130,7 +130,7 @@ def test_no_launch_loses_more_registers_than_were_measured(name):
 
 @pytest.mark.parametrize("name", first(["forward 128, 1 runs", "backward 128, 1 runs", "forward 64, 1 runs"], 2, most=2))
 def test_warps_meet_as_often_with_every_triton(name):
-    """In a step without a mask: 3.9 has all warps meet at every wait for a product, 3.7 at a wait for keys, if they are let."""
+    """Count meetings in a step without a mask. If let, all warps meet at each wait for a product (3.9) or for keys (3.7)."""
     met = sum("BAR.SYNC" in x for x in step(compile_launch(launches()[name], 90)))
     assert met == (1 if name.startswith("forward") else 3)
 

@@ -1,4 +1,4 @@
-"""What the compiler makes of the Hopper kernels of wide heads, of key extents and of the steps of a ring."""
+"""Tests of the compiled Hopper kernels of wide heads, of key extents and of the steps of a ring."""
 
 from __future__ import annotations
 

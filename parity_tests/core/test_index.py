@@ -1,4 +1,4 @@
-"""Who reads what: every slot of every rank once, its label, nothing else; and a run goes on anywhere as it would have gone."""
+"""Tests of the index of slots: every rank reads each of its slots and labels once, and a run goes on anywhere unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every layout must hold, whichever it is, and what each one is by definition."""
+"""Tests of layouts: the properties of every layout, and the definition of each."""
 
 from __future__ import annotations
 

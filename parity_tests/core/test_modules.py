@@ -1,4 +1,4 @@
-"""What layers work out from their arguments: slopes of any number of heads, and the masks of windows."""
+"""Tests of values that layers derive from their arguments: slopes of any number of heads, and the masks of windows."""
 
 from __future__ import annotations
 

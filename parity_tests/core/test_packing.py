@@ -58,7 +58,7 @@ def test_an_order_holds_everything_once(count: int, seed: int, epoch: int):
 
 
 def test_an_order_is_the_same_for_ever_and_another_for_every_key():
-    """Who resumes a run with another release of Python or of this library needs the same one."""
+    """Compare with fixed numbers: a run resumed with another release of Python or of this library needs the same order."""
     assert shuffle(8, "contexts", 0, 0) == shuffle(8, "contexts", 0, 0)
     keys = [("contexts", 0, 0), ("contexts", 0, 1), ("contexts", 1, 0), ("documents", 0, 0), ("contexts", -1, 0)]
     assert len({tuple(shuffle(20, *key)) for key in keys}) == len(keys)

@@ -25,7 +25,7 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-32b": 32_762_123_264,
 }
-"""How many weights the models have on Hugging Face."""
+"""The number of weights of each model on Hugging Face."""
 
 EIGHT = Training(gpus=8, tokens=65_536)
 

@@ -1,4 +1,4 @@
-"""Which rank holds which token of a growing sequence: the arithmetic against one token at a time, and what does not fit."""
+"""Tests of the places of a growing sequence's tokens: the arithmetic against one token at a time, and refusals."""
 
 from __future__ import annotations
 

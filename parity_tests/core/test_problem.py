@@ -1,4 +1,4 @@
-"""What a call is checked for: each message says what was expected, what came and what to do."""
+"""Tests of the checks of a call: each message says what was expected, what came and what to do."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 

@@ -1,4 +1,4 @@
-"""What is changed in PTX before the assembler reads it: descriptors and copied factors of products, and nothing else."""
+"""Tests of the changes of PTX before the assembler reads it: descriptors and copied factors of products, and nothing else."""
 
 from __future__ import annotations
 

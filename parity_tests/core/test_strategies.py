@@ -32,7 +32,7 @@ def joined(plan: RingPlan, q_shards: int, k_shards: int) -> JoinedPlan:
 
 
 def computed(plan: JoinedPlan) -> np.ndarray:
-    """How often each pair of positions is computed, by the first rank of each group of queries, read off the rows."""
+    """Count how often the first rank of each group of queries computes each pair of positions, read off the rows."""
     count = np.zeros((plan.seq_local * plan.ranks, plan.kv_local * plan.ranks), int)
     for shift in plan.shifts:
         for rank in range(0, plan.ranks, plan.q_shards):

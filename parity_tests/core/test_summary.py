@@ -1,4 +1,4 @@
-"""Who sees what in summary attention, which rank pools what, what travels; and the oracle's own gradients."""
+"""Tests of summary attention: visibility, pooling, the arrays that travel, and the oracle's own gradients."""
 
 from __future__ import annotations
 

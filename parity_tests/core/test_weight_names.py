@@ -1,4 +1,4 @@
-"""What Hugging Face calls our weights."""
+"""Tests of Hugging Face's names of our weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the GPU tests share."""
+"""The fixtures and options of the GPU tests."""
 
 from __future__ import annotations
 

@@ -12,6 +12,6 @@ from ring_attn_core.kernels.hopper.instructions import special_tanh
 
 @gluon.jit
 def tanh_of(x_ptr, y_ptr):
-    """Of 1,024 numbers a program."""
+    """Store the tanh of 1,024 numbers in each program."""
     at = gl.program_id(0) * 1024 + gl.arange(0, 1024, gl.BlockedLayout([8], [32], [4], [0]))
     gl.store(y_ptr + at, special_tanh(gl.load(x_ptr + at)))

@@ -1,4 +1,4 @@
-"""What README and docs/ tell people to run, run on a machine with a GPU: programs, examples and every command of ring-attn.
+"""Tests of the programs, examples and commands of ring-attn in README and docs/, run on a machine with a GPU.
 
 A program runs as it stands, and those of PyTorch a second time on the GPU, changed as their comments say: NCCL for gloo.
 """

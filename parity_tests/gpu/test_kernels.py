@@ -37,7 +37,7 @@ ENDS = [
     Case(length=1111, ranks=ranks, head_dim=dim, v_dim=dim, dtype=dtype, heads=2, kv_heads=1, key_mask="ends", mask=full())
     for ranks, dim, dtype in ((1, 128, "bfloat16"), (2, 64, "bfloat16"), (2, 64, "float32"), (2, 256, "bfloat16"))
 ]
-"""A key mask that hides keys of the first and of the last tiles, none in between; the last two have tiles in two spans of it."""
+"""Cases of a key mask that hides keys of only the first and the last tiles. The last two have tiles in two spans of it."""
 CASES = [case for case in [*LONG, *WIDE, *EVERYTHING, *SPECIAL, *pairs(grid()), *ENDS] if case.dtype != "float64"]
 
 WIDTHS = (64, 64), (128, 128), (96, 96), (128, 128), (192, 128), (256, 256)
@@ -47,7 +47,7 @@ HOPPER = [
         [*LONG, *EVERYTHING, *SPECIAL], WIDTHS * 99, ("bfloat16", "float16", "bfloat16") * 99, strict=False
     )
 ] + [case for case in [*WIDE, *ENDS] if case.dtype != "float32" and case.head_dim % 8 == 0 and case.head_dim <= 256]
-"""What Hopper's own kernels take, and with it every feature."""
+"""The cases that Hopper's own kernels take, with every feature."""
 
 OFTEN = [*WIDE, *EVERYTHING, *ENDS, *LONG[::3], *SPECIAL[::3]]
 """The cases of the portable kernels that are not exhaustive; of Hopper's they are those at the same places."""
@@ -62,7 +62,7 @@ JUDGED += [pytest.param(backend, case) for backend in ("triton", "hopper") for c
 
 @pytest.mark.parametrize(("backend", "case"), JUDGED, ids=str)
 def test_kernels_are_exact_and_the_same_in_both_frameworks_to_the_bit(backend, case, record_property, programs, passes):
-    """What it records makes the table of benchmarks/bits. Hopper's backward takes two passes where the case has an odd length."""
+    """Record the table of benchmarks/bits. Hopper's backward takes two passes if the case has an odd length."""
     from .emulate import on_jax, on_torch
 
     if case.length % 2 and case.head_dim > 64:
@@ -82,7 +82,7 @@ def test_kernels_are_exact_and_the_same_in_both_frameworks_to_the_bit(backend, c
 
 
 def differing(a: Attention, b: Attention) -> list[str]:
-    """Which arrays differ in a bit; dsinks are sums of the frameworks' own."""
+    """Return the names of the arrays that differ in a bit; dsinks are sums of the frameworks' own."""
     named = zip(Attention._fields, a, b, strict=True)
     return [name for name, x, y in named if name != "dsinks" and x is not None and not np.array_equal(x, y, equal_nan=True)]
 
@@ -231,10 +231,10 @@ def test_documents_have_the_same_bits_100_times_of_100_in_both_frameworks(dim, h
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("causal_", [True, False])
 def test_no_more_error_than_flash_attention_2(dim, causal_, backend, record_property):
-    """Misses it by up to 0.4 %, which is expected (xfail, for it has a reason); more than 0.5 % fails.
+    """Expect up to 0.4 % more error (xfail, for it has a reason), and fail for more than 0.5 %.
 
-    Where a score is the maximum so far its probability, 1, is not rounded. Tiles of 64 keys, as there, meet more maxima than our
-    128: in plain arithmetic too, out has 1.002 times the error, causal 1.004.
+    The probability 1 of a score that is the maximum so far is not rounded. Tiles of 64 keys, as there, meet more maxima than
+    our 128: in plain arithmetic too, out has 1.002 times the error, causal 1.004.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention

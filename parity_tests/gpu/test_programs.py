@@ -1,4 +1,4 @@
-"""What frameworks make of the kernels on a GPU: CUDA graphs, torch.compile, and XLA's programs without copies."""
+"""Tests of the kernels inside a framework's programs on a GPU: CUDA graphs, torch.compile, and XLA's programs without copies."""
 
 from __future__ import annotations
 

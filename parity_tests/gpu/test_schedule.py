@@ -1,4 +1,4 @@
-"""What XLA makes of a ring of 8 GPUs, compiled on one: every hop runs beside a kernel, and memory does not grow with the ring."""
+"""Tests of XLA's schedule of a ring of 8 GPUs, compiled on one: hops run beside kernels, and memory does not grow."""
 
 from __future__ import annotations
 

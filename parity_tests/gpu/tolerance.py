@@ -1,4 +1,4 @@
-"""How wrong a result of the GPU kernels may be: as anywhere, but for the lse of Hopper's kernels."""
+"""The tolerance of results of the GPU kernels: as anywhere, but for the lse of Hopper's kernels."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Find prose that breaks the house's rules: docstrings and errors of the packages, docstrings of parity_tests/support, pages, and
-the changelog.
+"""Find prose that breaks the house's rules: docstrings and errors of the packages and of parity_tests, pages, and the
+changelog.
 
     python -P parity_tests/house/prose.py [path ...]    print the findings below these paths, or all of them
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = "ring_attn_core", "ring_attn_jax", "ring_attn_torch", "ring_attn_cli", "parity_tests/support"
+ROOMS = "ring_attn_core", "ring_attn_jax", "ring_attn_torch", "ring_attn_cli", "parity_tests"
 PAGES = "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "benchmarks/**/*.md"
 
 NAMED = "ring_attn_*/**/*.*", "parity_tests/**/*.py", "benchmarks/**/*.*", "examples/**/*.py", "docs/**/*.*", "*.md"

@@ -52,7 +52,7 @@ def nodes(tree: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
 
 
 class Facts(NamedTuple):
-    """What the tests ask of a file, so that it is parsed once."""
+    """The facts that the tests need of a file, so that it is parsed once."""
 
     package: str
     imports: tuple[Import, ...]

@@ -1,7 +1,7 @@
-"""benchmarks/ is one question a folder; what several need stands in support/, what they found in results/.
+"""Tests of benchmarks/: each folder answers one question; shared code stands in support/, findings in results/.
 
-What a test, another folder or a pool's process imports stands in a module with a name: a spawned process never loads the
-``__main__`` of a folder, so what is defined there cannot be sent to it.
+Code that a test, another folder or a pool's process imports stands in a module with a name: a spawned process never loads the
+``__main__`` of a folder, so an object defined there cannot be sent to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def test_a_folder_of_benchmarks_asks_a_question_and_says_how_to_put_it(folder: s
 
 
 def test_a_stored_row_of_the_ring_has_the_form_of_a_public_benchmark():
-    """The sequence is that of all GPUs, and what is no ring is left out."""
+    """Check that the sequence is that of all GPUs, and that rows without a ring are left out."""
     rates = {"framework": "jax", "ranks": 4, "forward TFLOP/s": 480, "backward TFLOP/s": 450.25}
     rows = [{"call": str(Call(65536, 32, 8, "window")), "candidate": name, **rates} for name in ("direct", ALONE)]
     name = "direct, zigzag, jax, 32/8 heads of 128"

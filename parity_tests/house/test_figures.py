@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(name: str, folder: Path, *arguments: str) -> str:
-    """What an example prints; its picture lies in ``folder`` then."""
+    """Return the output of an example, whose picture then lies in ``folder``."""
     program = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *arguments]
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
@@ -38,7 +38,7 @@ def cells(printed: str, row: str) -> list[str]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_steps_of_a_plan_are_those_of_the_dense_mask(layout, ranks):
-    """Of an odd length, with padding."""
+    """Take an odd length, with padding."""
     plan = striped_balance.made_plan(layout, ranks, 41)
     held = [np.array(plan.positions(rank)) for rank in range(ranks)]
     seen = lambda q, k: int(((q[:, None] >= k) & (q[:, None] < 41)).sum())
@@ -83,7 +83,7 @@ def test_the_formulas_of_the_memory_table_are_those_of_the_paper():
 
 
 def test_autograd_keeps_what_the_example_explains():
-    """Of a token its input, q, k, v, attention's result, the sum, lse and its rest; of the feed-forward 4 h twice; scores."""
+    """Count a token's input, q, k, v, attention's result, the sum, lse and its rest; 4 h twice in the feed-forward; scores."""
     tokens, h, n = 2 * ring_memory.CHUNK, ring_memory.HIDDEN, ring_memory.HEADS
     thin, inside = tokens * (6 * h + 2 * n) * 4, tokens * 8 * h * 4
     kept = {name: ring_memory.kept_by_torch(layer, tokens) for name, layer in ring_memory.LAYERS.items()}

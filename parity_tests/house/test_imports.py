@@ -54,10 +54,10 @@ JAX, TORCH = {"jax", "jaxlib", "flax", "optax"}, {"torch"}
 NOT_FOR = {CORE: JAX | TORCH, "ring_attn_jax": TORCH, "ring_attn_torch": JAX}
 
 AT_ONCE = {KERNELS: {"triton"}, "ring_attn_core.reference": {"numpy"}}
-"""What a file of the core may import at module level besides the standard library."""
+"""The modules that a file of the core may import at module level besides the standard library."""
 
 CLI_AT_ONCE = {CORE, "ring_attn_core.plan", CLI, "typer", "rich"}
-"""What the command's own files may; they import the rest inside functions. The demo imports what it shows."""
+"""The modules that the command's files may import so, the rest inside functions. The demo imports what it shows."""
 
 
 def part_of(module: str) -> str | None:
@@ -93,7 +93,7 @@ def direction_breaches(found: Iterable[Import], package: str) -> list[str]:
 
 
 FACES = {ROOT / CORE / "__init__.py", ROOT / CORE / "modules.py"}
-"""Where the core shows what users may import from any floor."""
+"""The files in which the core shows users the names of any floor."""
 
 
 @pytest.mark.parametrize("folder", [*PACKAGES, *ABOVE])
@@ -138,7 +138,7 @@ def test_the_command_may_import_inside_a_function(source: str):
 
 
 def modules_used(package: str) -> dict[str, set[str]]:
-    """Which modules of a package each of its modules imports, also inside functions."""
+    """Return the modules of a package that each of its modules imports, also inside functions."""
     names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files(package)}
     graph = {}
     for path, name in names.items():

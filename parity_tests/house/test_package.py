@@ -1,4 +1,4 @@
-"""What pip gets: the sdist and the wheel hold what they should, and the wheel works without a checkout and without extras."""
+"""Tests of packaging: the sdist and the wheel hold what they should, and the wheel works without a checkout and extras."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ PUBLIC = {
     "doctor",
     "compile_kernels",
 }
-"""What users call with keywords; each hands records on."""
+"""The functions that users call with keywords; each hands records on."""
 
 FORWARDED = {
     "sharded_ring_attention": "ring_attention's own keywords",
@@ -95,7 +95,7 @@ FORWARDED = {
     "flash_attn_varlen_kvpacked_func": "the arguments of flash_attn_varlen_func",
     "_add_stage": "what Triton hands to its hook",
 }
-"""What takes ``*arguments`` or ``**keywords`` of any kind, and whose they are."""
+"""The functions that take ``*arguments`` or ``**keywords`` of any kind, and the owner of these."""
 
 FILES = [
     path

@@ -26,7 +26,7 @@ REFUSED = "heads", "holes"
 BATCH, HEADS, FEATURES = 2, 4, 12
 
 NEW_NNX = {"is_causal"} <= set(inspect.signature(nnx.MultiHeadAttention.__call__).parameters)
-"""Whether nnx.MultiHeadAttention takes is_causal and fewer key heads, as it does in newer versions of flax."""
+"""True if nnx.MultiHeadAttention takes is_causal and fewer key heads, as in newer versions of flax."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Draw:
     place: tuple[int, str, int, int]
     made: dict[str, Any]
     causal: str
-    """How the call is told to be causal: "" for not, "band" by attention_fn, "flag" by is_causal."""
+    """The way to make the call causal: "" for none, "band" for attention_fn, "flag" for is_causal."""
     mask: np.ndarray | None
     visible: np.ndarray
     """bool [batch, queries, keys]: who sees whom, of the first head."""

@@ -107,7 +107,7 @@ def drawn(story: Story, numbers: np.ndarray) -> list[jax.Array]:
 
 
 def snapshots(cache: KVCache) -> list[dict[str, np.ndarray]]:
-    """What each rank has."""
+    """Return the arrays of each rank."""
     whole = {name: as_numpy(getattr(cache, name)) for name in STATE}
     ranks = cache.spec.ranks
     dims = {"k": 2, "v": 2, "positions": 1}

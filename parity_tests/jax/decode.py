@@ -38,7 +38,7 @@ def arrays(problem: Problem) -> dict[str, jax.Array]:
 
 @lru_cache(maxsize=256)
 def program(shape: Shape, options: tuple[tuple[str, Any], ...] = ()) -> Callable[[dict[str, jax.Array]], Any]:
-    """Of the arguments by name; compiled once for every shape."""
+    """Return a function of the arguments by name, compiled once for every shape."""
     names = list(Problem(shape).arrays)
     specs = ({name: SLOTS if name in OF_CACHE else PartitionSpec() for name in names},)
     decode = lambda given: tree_attention_decode(**given, **shape.options, **dict(options), return_lse=True)

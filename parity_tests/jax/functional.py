@@ -25,7 +25,7 @@ REFUSED = {"holes": "mask is neither a band", "heads": "mask differs between hea
 
 @dataclass(frozen=True)
 class Place:
-    """Where a call runs, and on which shapes: few, because each compiles programs of its own. ``ranks`` None: without a mesh."""
+    """The mesh and the shapes of a call: few, because each compiles programs of its own. ``ranks`` None: without a mesh."""
 
     ranks: int | None
     layout: str
@@ -95,7 +95,7 @@ def run(call: Call, place: Place, is_traced: bool) -> dict[str, np.ndarray]:
 
 @lru_cache
 def program(place: Place, static: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    """Of arrays in layout order and the traced arguments: out, lse, dq, dk and dv."""
+    """Return a function of arrays in layout order and the traced arguments: out, lse, dq, dk and dv."""
     call = partial(functional.dot_product_attention, **dict(static), return_residual=True)
     if place.ranks is None:
         ours = lambda q, k, v, traced: call(q, k, v, axis_name=None, **traced)
@@ -113,7 +113,7 @@ def program(place: Place, static: tuple[tuple[str, Any], ...]) -> Callable[..., 
 
 
 def original(call: Call, is_traced: bool) -> dict[str, np.ndarray]:
-    """What JAX's own function returns, for queries that see a key: of the others it returns the mean of all values."""
+    """Return the results of JAX's own function for queries that see a key: for others it returns the mean of all values."""
     static, taken = parts(call, is_traced)
     seeing = np.broadcast_to(call.visible.any(2), (BATCH, call.lengths[0]))[..., None, None]
     q, k, v, dout = (jnp.asarray(call.arrays[name]) for name in ("q", "k", "v", "dout"))

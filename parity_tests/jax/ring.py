@@ -67,7 +67,7 @@ def run(case: Case, quick: bool = True) -> Attention:
 
 @lru_cache(maxsize=2048)
 def program(case: Case, quick: bool) -> Callable:
-    """Of arrays in layout order: out, lse, dq, dk, dv and, where there are sinks, dsinks; compiled once for every case."""
+    """Return a function of arrays in layout order, compiled once for every case: out, lse, dq, dk, dv and dsinks of any sinks."""
 
     def attention(q, k, v, sinks, features):
         call = options(case.plan) | case.scalars | features | {"strategy": case.strategy, "order": case.order} | case.v_dims
@@ -87,7 +87,7 @@ def program(case: Case, quick: bool) -> Callable:
 
 
 def whole(case: Case) -> list[np.ndarray]:
-    """What ``case.inputs`` gives, sharded arrays whole in layout order."""
+    """Return the arrays of ``case.inputs``, sharded ones whole in layout order."""
     inputs = dict(zip((*case.arrays, *case.features), case.inputs(), strict=True))
     return [np.concatenate(x, 1) if name in case.arrays or name in PADDING else x[0] for name, x in inputs.items()]
 

@@ -26,7 +26,7 @@ from .ring import mesh_of
 LITTLE = ["recompute", "offload"]
 SIZES: dict[str, Any] = TRANSFORMER | {"sinks": True, "dropout_rate": 0.2}
 BLOCK = 4
-"""How many arrays a block keeps: its input, out, lse and the rest of lse."""
+"""The number of arrays that a block keeps: its input, out, lse and the rest of lse."""
 
 
 def step_of(ranks: int, activations: str, whole: bool = False) -> tuple[RingTransformer, Callable[..., Any], tuple[Any, ...]]:

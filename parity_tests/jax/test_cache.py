@@ -147,7 +147,7 @@ def test_a_step_that_stops_leaves_no_scale_and_given_ones_can_divide():
 
 @pytest.mark.parametrize(("ranks", "begun"), first([(2, "chunk"), (2, "step"), (1, "chunk"), (1, "step")], 0, 2))
 def test_a_step_without_a_token_leaves_no_scale(ranks, begun):
-    """What a request has is to the bit what it has alone, whatever stood where no token was, and whichever rank has its first."""
+    """Check that a request has the bits that it has alone, for any values without a token and any rank of its first token."""
 
     def written(cache: KVCache, step: Any, value: float) -> KVCache:
         real = jnp.broadcast_to((step.positions >= 0)[..., None, None], (*step.positions.shape, 2, 8))

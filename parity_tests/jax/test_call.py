@@ -1,4 +1,4 @@
-"""What a call of attention keeps and hands on in JAX, on one device."""
+"""Tests of the values that a call of attention keeps and hands on in JAX, on one device."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True, scope="module")
 def collected() -> Iterator[None]:
-    """What orbax left is collected before another file's tests begin."""
+    """Collect orbax's garbage before another file's tests begin."""
     yield
     gc.collect()
 

@@ -63,7 +63,7 @@ def test_an_mlp_in_chunks_holds_what_one_chunk_needs():
 
 
 def products(jaxpr: Any, hidden: int) -> int:
-    """How many matrix products with an MLP's ``hidden`` features a program runs, in loops as often as these."""
+    """Count the matrix products with an MLP's ``hidden`` features that a program runs, in loops as often as these."""
     count = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":

@@ -219,7 +219,7 @@ def test_arrays_of_other_dimensions_are_named():
 
 
 def test_a_mask_of_a_longer_ring_is_whole_on_every_rank():
-    """Of shards, a mask of the shards' own size is refused."""
+    """Check that shards refuse a mask of their own size."""
     inside = partial(functional.dot_product_attention, mask=np.ones((4, 4), bool))
     mapped = jax.shard_map(inside, mesh=mesh_of(2), in_specs=PartitionSpec(None, "seq"), out_specs=SEQ)
     with pytest.raises(ValueError, match=r"mask must be whole, in natural order, .* \[2, 4, 8, 8\]"):

@@ -65,7 +65,7 @@ def test_the_loss_of_hidden_states_takes_a_chunk_of_logits():
 
 
 def temp_bytes(objective: Any, given: Any) -> int:
-    """What a program holds beside its arguments and results, loss and gradients."""
+    """Return the bytes that a program holds beside its arguments and results, loss and gradients."""
     labels = jax.ShapeDtypeStruct((1, ROWS), jnp.int32)
     program = jax.jit(jax.value_and_grad(objective)).lower(given, labels).compile(compiler_options=AS_USERS)
     return program.memory_analysis().temp_size_in_bytes  # type: ignore[union-attr]

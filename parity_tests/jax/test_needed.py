@@ -101,7 +101,7 @@ def test_queries_that_may_see_keys_that_did_not_travel_are_nan_and_all_others_ex
 
 @cache
 def direct() -> Any:
-    """Return a function of q, which it also takes as k and v, and of extents: one for all tests, so that it is compiled once."""
+    """Return a function of q, also taken as k and v, and of extents. All tests share it, so that it is compiled once."""
     call = partial(sharded_ring_attention, mesh=mesh_of(4), layout=balanced_layout(DOCUMENTS, 4), strategy="direct")
     return lambda q, extents: call(q, q, q, extents=extents, length=sum(DOCUMENTS))
 

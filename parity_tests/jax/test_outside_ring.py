@@ -1,4 +1,4 @@
-"""What the suites for JAX call is jax.nn.dot_product_attention, on one device and cut into shards of a ring."""
+"""Tests of the function that the suites for JAX call: it is jax.nn.dot_product_attention, on one device and over a ring."""
 
 from __future__ import annotations
 

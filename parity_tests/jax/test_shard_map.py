@@ -40,7 +40,7 @@ def gradients(attention):
 
 
 def permutes(function, *inputs) -> int:
-    """How many ppermutes the traced program holds."""
+    """Count the ppermutes of the traced program."""
     return str(jax.make_jaxpr(function)(*inputs)).count("ppermute[")
 
 

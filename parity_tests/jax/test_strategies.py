@@ -169,7 +169,7 @@ def test_two_levels_wait_for_each_step_before_the_next_hop():
 
 
 def test_both_ways_wait_for_each_step_before_the_next_hop():
-    """Each barrier ties a step to the keys of the next one, and all hops but the first of a way send what comes out of it."""
+    """Check that each barrier ties a step to the next one's keys. All hops but the first of a way send its results."""
     ring = partial(sharded_ring_attention, mesh=mesh_of(8), layout="striped", strategy="two_way")
     text = gradients(ring).lower(*arrays()).as_text()
     permutes, ties = hops_tied_to_steps(text, others=1)

@@ -1,4 +1,4 @@
-"""Summary attention in JAX: in every shard_map and mesh, its layer, and what is no array."""
+"""Tests of summary attention in JAX: every shard_map and mesh, its layer, and the refusal of other objects than arrays."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ class Suite:
         return None
 
     def explain(self, case: str, reason: str) -> str:
-        """Return the suite's own assumption that a case fails by, if it is known, else the reason in one line of Markdown,
-        without shapes and names of models, by which cases of one reason differ."""
+        """Return the suite's own assumption that a case fails by, if it is known, else the reason in a line of Markdown.
+        Leave out shapes and names of models, by which cases of one reason differ."""
         reason = re.sub(r"\[\d+(, \d+)*\]", "[...]", re.sub(r"\w+ForCausalLM", "the model", reason.replace("|", "\\|")))
         return next((words for part, words in self.known.items() if part in case), reason)
 

@@ -25,7 +25,7 @@ from .one import in_place
 
 torch.manual_seed(0)  # the ranks make the same samples
 TOLERANCE = {torch.float32: {"atol": 5e-5, "rtol": 5e-6}, torch.float64: {}}
-"""Of torch's OpInfo of this function: its samples lie in (-9, 9), so float32 rounds scores of hundreds."""
+"""The tolerance of torch's OpInfo of this function: its samples lie in (-9, 9), so float32 rounds scores of hundreds."""
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 SDPA = next(op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
@@ -49,7 +49,7 @@ MODULES = {
 DRAWS = 20
 LARGEST = 2.5  # of rounding()
 Case = Callable[[int], tuple[list[Tensor], Callable[[torch.dtype], list[Tensor]]]]
-"""Of a seed: our result and gradients, and the function that computes torch's in a dtype."""
+"""A function of a seed. It returns our result and gradients, and the function that computes torch's in a dtype."""
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -63,7 +63,7 @@ def test_multihead_attention(name: str) -> None:
 
 
 def judge(case: Case) -> None:
-    """Compare ours with torch's at torch's tolerance. What is beyond the default one of assert_close must be rounding."""
+    """Compare ours with torch's at torch's tolerance. A difference beyond the default one of assert_close must be rounding."""
     mine, theirs = case(0)
     dtype = mine[0].dtype
     expected = theirs(dtype)

@@ -19,7 +19,7 @@ def small(**changes: Any) -> KVCache:
 
 
 def on_rank(group: Group, story: Story) -> list[dict[str, Any]]:
-    """What one rank has after every operation, and the attention of prefill and the parts of a step in it."""
+    """Return one rank's cache after every operation, and the attention of prefill and the parts of a step in it."""
     cache = KVCache.make(story.sizes, story.batch, story.capacity, **story.options, group=group)
     played = []
     for operation, numbers in story.script():

@@ -33,7 +33,7 @@ def as_numpy(pair: Any) -> Pair:
 
 
 def on_rank(group: Any, problems: Sequence[Problem], options: dict[str, Any] | None = None) -> list[Pair]:
-    """What a process of the pool runs."""
+    """Solve the problems in a process of the pool."""
     rank = rank_in(group)
     run = lambda problem: tree_attention_decode(**tensors(problem, rank), group=group, return_lse=True, **(options or {}))
     return [as_numpy(run(problem)) for problem in problems]

@@ -47,7 +47,7 @@ def draw_dilated(seed: int, of: Sequence[dict[str, Any]]) -> DilatedDraw | None:
 
 
 def dilated_over_a_ring(group: Group, draws: list[DilatedDraw]) -> list[Tensors | str]:
-    """Of each draw, out and all gradients gathered in natural order, or the words in which it is refused."""
+    """Return for each draw out and all gradients gathered in natural order, or the words in which it is refused."""
     return [computed(group, drawn, partial(DilatedAttention, group=group, **drawn.patterns)) for drawn in draws]
 
 

@@ -21,7 +21,7 @@ Group = dist.ProcessGroup | None
 
 
 def over_a_ring(group: Group, name: str, seeds: list[int]) -> list[dict[str, np.ndarray] | str]:
-    """Of each draw this rank's shards of out, its gradients and the lse it returns, or the words of its refusal."""
+    """Return for each draw this rank's shards of out, its gradients and the lse it returns, or the words of its refusal."""
     return [on_rank(group, draw(name, seed)) for seed in seeds]
 
 

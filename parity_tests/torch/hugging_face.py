@@ -118,7 +118,7 @@ def make(name: str, dtype: str = "float64", implementation: str = "eager") -> An
 
 
 def batch(case: Case) -> dict[str, Tensor]:
-    """What every rank passes to the model."""
+    """Return the arguments that every rank passes to the model."""
     generator = torch.Generator().manual_seed(11)
     ids = torch.randint(3, VOCAB, (2, LENGTH), generator=generator)
     labels = ids.clone()
@@ -192,7 +192,7 @@ Outcome = dict[str, np.ndarray]
 
 @lru_cache(maxsize=512)
 def truth(case: Case, order: int = 0) -> Outcome:
-    """Of eager attention on one process; of packed documents each by itself.
+    """Return the outcome of eager attention on one process, of each packed document by itself.
 
     ``order``: 0 for the order in which sums are made there. Others permute the keys of every layer, and the rows of the batch.
     """
@@ -255,7 +255,7 @@ def present(case: Case) -> Tensor:
 
 
 def outcome(model: nn.Module, result: Tensor, loss: Tensor, case: Case) -> Outcome:
-    """With the results at padding, which nobody should read, left out."""
+    """Return the results without those at padding, which should not be read."""
     logits = result.detach()[present(case).bool()]
     gradients = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
     return {"logits": logits.numpy(), "loss": loss.detach().numpy(), **gradients}
@@ -284,6 +284,6 @@ def _one(group: Any, case: Case) -> Outcome:
 
 
 def ready(group: Any) -> None:
-    """What a process of the pool has imported once it has come here."""
+    """Import everything that a process of the pool needs."""
     for name in CLASSES:
         make(name)

@@ -16,7 +16,7 @@ from .hugging_face import VOCAB, in_float64, make
 
 PROMPT, NEW, PADDED = 23, 12, 5
 CACHE = next(name for name in ("cache", "past_key_values") if name in inspect.signature(LlamaForCausalLM.forward).parameters)
-"""What transformers calls a cache: "cache" since its release 5.24."""
+"""The name of a cache in transformers: "cache" since its release 5.24."""
 MODELS = ("llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss")
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -42,7 +42,7 @@ def prompts() -> dict[str, Tensor]:
 
 
 def generated(model: Any, given: dict[str, Tensor], **options: Any) -> Text:
-    """What ``model.generate`` returns."""
+    """Return the text of ``model.generate``."""
     torch.manual_seed(1)
     settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "output_logits": True}
     with in_float64():

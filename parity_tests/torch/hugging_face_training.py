@@ -52,7 +52,7 @@ class Rows(Dataset):
 
 
 class Stream(IterableDataset):
-    """The same rows, one after another, of a number that nobody knows."""
+    """A stream of the same rows, one after another, without a known length."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         return (Rows()[row] for row in range(ROWS))
@@ -92,7 +92,7 @@ def on_cpus() -> Iterator[None]:
 
 
 class Result(NamedTuple):
-    """What a run leaves on a rank."""
+    """The results that a run leaves on a rank."""
 
     weights: dict[str, np.ndarray]
     logs: list[dict[str, float]]
@@ -102,7 +102,7 @@ class Result(NamedTuple):
     counted: tuple[float, float] = 0, 0
     """The tokens that were seen, where that was asked for, and the floating point operations."""
     gradients: tuple[dict[str, np.ndarray], ...] = ()
-    """Of every step of this run, as they were clipped."""
+    """The clipped gradients of every step of this run."""
 
 
 class Killed(Exception):
@@ -150,7 +150,7 @@ def launched(rank: int, ranks: int) -> Iterator[None]:
 
 
 def metrics(prediction: Any) -> dict[str, float]:
-    """How many of the tokens with a label are the likeliest."""
+    """Return the share of the tokens with a label that are the likeliest."""
     guessed, wanted = prediction.predictions.argmax(-1)[:, :-1], prediction.label_ids[:, 1:]
     return {"accuracy": float((guessed == wanted)[wanted != -100].mean())}
 
@@ -291,5 +291,5 @@ def tuned_by_trl(group: Any, folder: str, steps: int = 10, evaluated: bool = Fal
 
 
 def all_trained(group: Any, runs: list[Run]) -> list[Result]:
-    """What a process of the pool runs."""
+    """Train in a process of the pool, once for each run."""
     return [trained(run, group) for run in runs]

@@ -1,4 +1,4 @@
-"""What torch allocates on the CPU, counted by its profiler."""
+"""The peak of torch's allocations on the CPU, counted by its profiler."""
 
 from __future__ import annotations
 

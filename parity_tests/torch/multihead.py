@@ -37,7 +37,7 @@ class Draw:
 
     @property
     def dim(self) -> int:
-        """Of inputs and outputs, the one that counts tokens."""
+        """Return the dimension of inputs and outputs that counts tokens."""
         return 1 if self.query.ndim == 3 and self.made["batch_first"] else 0
 
     def module(self, kind: Callable[..., nn.Module] = nn.MultiheadAttention) -> Any:
@@ -137,7 +137,7 @@ def torchs_own(drawn: Draw) -> Tensors:
 
 
 def over_a_ring(group: Group, seeds: list[int]) -> list[Tensors | str]:
-    """Of each draw, out and all gradients gathered in natural order, or the words in which it is refused."""
+    """Return for each draw out and all gradients gathered in natural order, or the words in which it is refused."""
     draws = [draw(seed) for seed in seeds]
     return [computed(group, drawn, partial(MultiheadAttention, group=group, layout=drawn.layout)) for drawn in draws]
 

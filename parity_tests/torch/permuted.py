@@ -25,9 +25,9 @@ def permuted_by(order: int) -> Iterator[None]:
 
 
 def permuted_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **others: Any) -> Any:
-    """The model's own eager attention over keys in another order, with factors taken out of products and put in elsewhere.
+    """Run the model's own eager attention over keys in another order, with factors moved from one product to another.
 
-    (q / c) . k (c scale) is q . k scale, and p (v / c) c is p v, as a kernel scales queries first and divides by sums last.
+    So (q / c) . k (c scale) is q . k scale, and p (v / c) c is p v, as a kernel scales queries first and divides by sums last.
     """
     order = torch.randperm(key.shape[2], generator=torch.Generator().manual_seed(_order[0]))
     eager = sys.modules[type(module).__module__].eager_attention_forward

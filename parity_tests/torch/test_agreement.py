@@ -1,4 +1,4 @@
-"""One rank wrong: all ranks raise the same, nobody hangs, and the ring works again afterwards."""
+"""Tests of one wrong rank: all ranks raise the same error, none hangs, and the ring works again afterwards."""
 
 # pyright: reportArgumentType=false
 
@@ -231,7 +231,7 @@ def test_a_group_of_a_destroyed_groups_name_starts_afresh(gloo):
 
 
 def in_two_lives(group):
-    """What a group left in the store does not speak for the next one there, were it of the same name."""
+    """Check that a group's entries in the store do not speak for the next group there, even of the same name."""
     shapes = []
     for tokens in (4, 6):
         agreement._histories.pop(group, None)

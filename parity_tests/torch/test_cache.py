@@ -174,7 +174,7 @@ def disagreeing_on_rank(group: Group, mine: dict[str, Any]) -> None:
 
 
 def test_a_step_does_not_wait_for_the_device_and_the_host_asks_only_where_bounds_are_not_enough():
-    """On a meta device nothing has values: whoever looks at one is found out."""
+    """Run on a meta device, whose tensors have no values: reading one is an error."""
     with torch.device("meta"):
         cache = small(capacity=12)
         valid = torch.ones(2, 2, dtype=torch.bool)

@@ -51,7 +51,7 @@ def test_a_step_that_stops_leaves_no_scale_and_one_that_advances_leaves_its_own(
 @pytest.mark.parametrize("first", ["chunk", "step"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_without_a_token_leaves_no_scale(gloo, ranks, first):
-    """What a request has is to the bit what it has alone, whatever stood where no token was, and whichever rank has its first."""
+    """Check that a request has the bits that it has alone, for any values without a token and any rank of its first token."""
     for late, alone in gloo(ranks, late_on_rank, first):
         for name, x in alone.items():
             dim = {"k": 1, "v": 1, "k_scale": None, "v_scale": None}.get(name, 0)

@@ -1,4 +1,4 @@
-"""What a call of attention checks, keeps and hands on, on one process."""
+"""Tests of a call of attention on one process: the values that it checks, keeps and hands on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_slopes_that_require_a_gradient_are_refused_after_others_were_taken():
 
 @pytest.mark.parametrize("name", ["extents", "key_extents"])
 def test_intervals_of_padding_are_not_looked_at_and_those_of_tokens_are(name):
-    """Of 10 tokens in shards of 6, the last rank holds 4 and 2 slots of padding."""
+    """Cut 10 tokens into shards of 6: the last rank holds 4 and 2 slots of padding."""
     x, intervals = torch.randn(1, 6, 2, 8), torch.tensor([[0, 10]] * 4 + [[5, 2]] * 2)[None]
     arrays = Arrays(**{name: intervals})
     plan = problem_of(x, x, x, arrays, 2, Options(layout="contiguous", length=10)).plan

@@ -1,4 +1,4 @@
-"""What a repeated call does not notice, and ``check_every_call`` does: ranks that make different calls, all seen before."""
+"""Tests of ``check_every_call``: it notices ranks that make different calls, all seen before, as repeated calls do not."""
 
 from __future__ import annotations
 

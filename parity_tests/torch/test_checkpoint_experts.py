@@ -140,7 +140,7 @@ def test_states_that_are_one_number_come_back_as_such(kind: str, gloo, tmp_path)
 
 
 def drawing_on_rank(group: Any, folder: Path) -> list[float]:
-    """What a rank drew after a save, and draws again after the resumption."""
+    """Return a rank's draws after a save, and again after the resumption."""
     model = torch.nn.Linear(2, 1)
     torch.manual_seed(7 + torch.distributed.get_rank(group))
     checkpoints = Checkpoints(folder, group=group)

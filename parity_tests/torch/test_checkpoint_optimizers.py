@@ -1,4 +1,4 @@
-"""What a checkpoint says of dtypes, the optimizer's class, its groups of parameters and their settings."""
+"""Tests of a checkpoint's record of dtypes, the optimizer's class, its groups of parameters and their settings."""
 
 from __future__ import annotations
 

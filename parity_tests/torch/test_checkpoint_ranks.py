@@ -31,7 +31,7 @@ def began(group: Any) -> float:
 
 
 def saving_on_rank(group: Any, folder: Path, case: str) -> str:
-    """What a save raises where rank 1 differs from the others as ``case`` says."""
+    """Return the error of a save if rank 1 differs from the others as ``case`` says."""
     other = torch.distributed.get_rank(group) == 1
     torch.manual_seed(0)
     model: Any = torch.nn.Linear(3, 4 if other and case == "shape" else 2, bias=not (other and case == "name"))
@@ -83,7 +83,7 @@ def test_an_optimizer_that_one_rank_leaves_out_of_resume_is_refused_on_all(gloo,
 
 
 def weights_on_rank(group: Any, folder: Path, case: str) -> str:
-    """What saving weights raises where rank 1 differs from the others as ``case`` says."""
+    """Return the error of saving weights if rank 1 differs from the others as ``case`` says."""
     other, save = torch.distributed.get_rank(group) == 1, save_weights
     sizes: dict[str, Any] = {"vocab": 37} if other and case == "shape" else {}
     model: Any = RingTransformer(**TRANSFORMER | sizes, group=group)

@@ -1,4 +1,4 @@
-"""What a checkpoint in PyTorch takes: tensors of any kind that its files can hold, each under a name of its own."""
+"""Tests of the values of a checkpoint in PyTorch: tensors of any kind that its files can hold, each under its own name."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ FORWARD, AGAIN, BACKWARD = 3, 2, 6
 
 
 def test_an_mlp_is_computed_again_once_in_chunks_or_not_in_a_block_that_is_computed_again_too():
-    """Whether the block is one of ours or torch's own checkpoint surrounds it; the gradients are the same to the bit."""
+    """Check this for a block of ours and within torch's own checkpoint; the gradients are the same to the bit."""
     ids, gradients = torch.from_numpy(token_ids()[0]), {}
     for activations in ("keep", "recompute", "offload"):
         for chunk, chunks in ((None, 1), (10, 4)):

@@ -1,4 +1,4 @@
-"""What the ring sends: how many hops, how many bytes, to whom, and that sub-groups keep to themselves."""
+"""Tests of the ring's messages: the number of hops, their bytes and receivers, and sub-groups that keep to themselves."""
 
 # pyright: reportArgumentType=false
 

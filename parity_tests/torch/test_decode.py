@@ -25,7 +25,7 @@ EVERYTHING = Shape(batch=2, queries=5, slots=61, features=("tree_mask", "window"
 
 
 def test_long_caches_are_exact_chunk_by_chunk(monkeypatch):
-    """Several chunks, of which the last is short and seen by nobody."""
+    """Read several chunks, of which the last is short and unseen."""
     monkeypatch.setattr(attend, "CHUNK", 2**15)
     for dtype, slots in (("float32", 3_501), ("bfloat16", 3_001)):
         problem = Problem(Shape(slots=slots, queries=2, heads=16, kv_heads=2, head_dim=8, v_dim=8, dtype=dtype), seed=24)

@@ -1,4 +1,4 @@
-"""Steps over a cache in PyTorch: what is none is refused on every rank, and torch.compile leaves them as they stand."""
+"""Tests of steps over a cache in PyTorch: every rank refuses a step without one, and torch.compile leaves them as they stand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_what_is_no_cache_is_refused_on_every_rank(gloo):
 
 
 def no_cache_on_rank(group: Group) -> list[str]:
-    """Of calls without a cache on both ranks, then on rank 1 alone."""
+    """Return the errors of calls without a cache on both ranks, then on rank 1 alone."""
     model = model_of("grouped", group)
     kept = KVCache.make(model.config, 2, 24, dtype="float64", group=group)
     ids = torch.ones(2, 5, dtype=torch.int64)

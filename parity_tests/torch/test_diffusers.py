@@ -141,7 +141,7 @@ def parallel_config(group: Any, **degrees: Any) -> Any:
 
 
 def unequal(group: Any, masked: bool) -> dict[str, float]:
-    """How far out and gradients of shards of 6, 6, 5 and 5 tokens are from one device's, whose gather needs NCCL."""
+    """Return how far out and gradients of shards of 6, 6, 5 and 5 tokens are from one device's. Their gather needs NCCL."""
     torch.set_grad_enabled(True)
     torch.manual_seed(1)
     rank, ranks = group.rank(), group.size()
@@ -170,7 +170,7 @@ def test_shards_of_unequal_lengths_are_exact(four: Any, masked: bool):
 
 
 def crossed(group: Any, whole: bool, anything: bool) -> dict[str, float]:
-    """How far shards of 6, 6, 5 and 5 queries are from one device's, over 3, 3, 2 and 2 keys or all 10 on every rank."""
+    """Return how far shards of 6, 6, 5 and 5 queries are from one device's. Ranks hold 3, 3, 2 and 2 keys or all 10."""
     torch.set_grad_enabled(True)
     torch.manual_seed(1)
     rank, ranks = group.rank(), group.size()
@@ -206,7 +206,7 @@ def test_cross_attention_is_exact(four: Any, whole: bool, anything: bool):
 
 
 def refused_alone(group: Any, anything: bool) -> str:
-    """What a rank raises if rank 1 has a mask that differs between queries."""
+    """Return a rank's error if rank 1 has a mask that differs between queries."""
     x = torch.ones(2, 6, 2, 8)
     mask = torch.ones(2, 1, 6 if group.rank() == 1 else 1, 6) > 0
     try:

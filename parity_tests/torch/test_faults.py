@@ -113,7 +113,7 @@ def takes_another_shape(rank: int, call: Callable[[], None], say: Callable[..., 
 
 
 def work(rank: int, store: str, strategy: Any, fault: tuple[Any, ...] | None, timeout: float, pipe: Connection) -> None:
-    """What each rank does. ``fault``: the function of the rank that has one, and its arguments."""
+    """Do the work of a rank. ``fault``: the function of the rank that has one, and its arguments."""
     torch.set_num_threads(1)
     say = lambda error, words: pipe.send(Said(error, words, time.monotonic()))
     dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=timeout), RANKS, rank)
@@ -196,7 +196,7 @@ TIMEOUT = 8
 
 @pytest.fixture(scope="module")
 def without_a_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[list[Said]]]:
-    """What ranks said of rank 2, or the failure of their test: by strategy, if it stays away from a repeated call.
+    """Return the ranks' words about rank 2, or the failure of their test: by strategy, if it misses a repeated call.
 
     By "" if it never comes: the ranks compare their problem before any strategy begins.
     """

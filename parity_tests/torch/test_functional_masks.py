@@ -125,7 +125,7 @@ def test_a_block_mask_of_no_batch_row_gives_none():
 
 
 def test_a_block_mask_whose_blocks_and_mask_mod_disagree_is_refused():
-    """Of listed blocks alone torch's compiled kernels read the blocks, and its eager code the mask_mod."""
+    """Check listed blocks: torch's compiled kernels read the blocks alone, and its eager code the mask_mod."""
     qkv, count = drawn(1, 1, 8, 4), torch.ones(1, 1, 2, dtype=torch.int32)
     diagonal = torch.tensor([[[[0, 1], [1, 0]]]], dtype=torch.int32)
     block_mask = flex.BlockMask.from_kv_blocks(count, diagonal, BLOCK_SIZE=4, seq_lengths=(8, 8))

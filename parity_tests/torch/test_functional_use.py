@@ -152,7 +152,7 @@ def test_autocast_casts_for_scaled_dot_product_attention_as_in_torch(compiled):
 
 @pytest.mark.parametrize("side", [2**31, 2**62, 2**63 - 1, 2**64])
 def test_a_side_beyond_every_sequence_is_open(side):
-    """Of packed documents, whose sums with positions would leave int64, and of one sequence."""
+    """Check packed documents, whose sums with positions would leave int64, and one sequence."""
     q, k, v = drawn(1, 12, 2, 8)
     ends, others = torch.tensor([0, 5, 12]), torch.tensor([0, 3, 12])
     packed = partial(functional.flash_attn_varlen_func, q[0], k[0], v[0], ends, others, 12, 12)
@@ -164,7 +164,7 @@ def test_a_side_beyond_every_sequence_is_open(side):
 
 @pytest.mark.parametrize(("window", "refused"), [((2, -1), True), ((-1, 4), True), ((9, -1), False), ((2, 3), False)])
 def test_a_window_that_flash_attn_computes_otherwise_than_it_documents_is_refused(window, refused):
-    """Of more queries than keys: seen beside flash_attn's own kernels (gpu/test_functional.py)."""
+    """Take more queries than keys: gpu/test_functional.py compares with flash_attn's own kernels."""
     (q, _, _), (k, v, _) = drawn(1, 9, 2, 8), drawn(1, 4, 2, 8)
     packed = partial(functional.flash_attn_varlen_func, cu_seqlens_q=torch.tensor([0, 9]), cu_seqlens_k=torch.tensor([0, 4]))
     once = partial(functional.flash_attn_func, q, k, v)
@@ -278,7 +278,7 @@ def message_on_rank(group: Group) -> str:
 
 
 def test_later_tokens_change_nothing_on_any_rank(gloo):
-    """Of a window aligned to the bottom right: to the bit, with all keys from the one that is next changed."""
+    """Change all keys from the next one on under a window aligned to the bottom right: earlier queries keep their bits."""
     before, after = (gloo(4, aligned_on_rank, factor) for factor in (1.0, -3.0))
     for a, b in zip(before, after, strict=True):
         np.testing.assert_array_equal(a[:, :6], b[:, :6])

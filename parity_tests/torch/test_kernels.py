@@ -62,7 +62,7 @@ STRATEGIC = [
 
 @contextmanager
 def as_on_a_gpu():
-    """Of a number and NaN the least is the number, and integers wrap.
+    """Let the interpreter compute as a GPU: the least of a number and NaN is the number, and integers wrap.
 
     To look for integers that overflow took a third of the time; a quarter to look through the language that a module knows for
     every function that a kernel calls, not once a launch.
@@ -154,7 +154,7 @@ def test_in_global_order_kernels_have_the_same_bits_in_balanced_layouts(interpre
 
 
 def prefilled(group: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> bool:
-    """Whether a cache prefilled in three chunks gives the bits of the whole sequence, on one rank."""
+    """Return True if a cache prefilled in three chunks gives the bits of the whole sequence, on one rank."""
     whole = [torch.from_numpy(x) for x in (q, k, v)]
     options: dict[str, Any] = {"order": "global", "length": q.shape[1], "backend": "triton"}
     with (
@@ -206,7 +206,7 @@ LATENT = [
     Case(head_dim=24, v_dim=16, dtype="float16", key_mask="random"),
     Case("contiguous", head_dim=256, v_dim=40),
 ]
-"""Values in keys: tails of 16, 64 (by TMA), 50 and 100 columns, a tile without a tail, and a tail too wide for a tile."""
+"""Cases of values in keys: tails of 16, 64 (by TMA), 50 and 100 columns, no tail, and one too wide for a tile."""
 
 
 @pytest.mark.parametrize("case", first(LATENT, 2, 6), ids=str)
@@ -222,7 +222,7 @@ def test_dropout_keeps_the_set_of_the_truth(interpreter, layout):
 
 
 def test_a_tile_that_lies_in_two_spans_of_the_key_mask_looks_at_both(interpreter):
-    """Where keys are hidden is noted by spans of 64, and the second run of a shard begins at its key 72."""
+    """Begin the second run of a shard at its key 72, while hidden keys are noted by spans of 64."""
     case = Case(mask=MASKS["full"], ranks=2, kv_length=288, batch=1, heads=1, kv_heads=1, key_mask="random")
     case = case.given(key_mask=np.arange(288)[None] < 272)
     check(case, run(interpreter, case))

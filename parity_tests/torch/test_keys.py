@@ -1,4 +1,4 @@
-"""What nobody may look at becomes 0, however the tensor lies in memory."""
+"""Tests of hidden keys: they become 0, in any layout of the tensor in memory."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_one_ranks_mistake_is_everybodys_error(gloo):
 
 
 def mistaken_on_rank(group: Group, ignored: int) -> None:
-    """Another ignore_index than other tests have, so that nobody has made this call before."""
+    """Call with another ignore_index than other tests, so that this call is not a repeated one."""
     loss(X, Y, head=W if ignored == 7 else W[:, 1:], ignore_index=-7, group=group)
 
 

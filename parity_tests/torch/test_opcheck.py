@@ -23,7 +23,7 @@ def leaves(dtype=torch.float32):
 
 
 def arguments(passed: Collection[str], *runs: int):
-    """What the ops take besides the tensors that they differentiate, with the optional arrays that are ``passed``."""
+    """Return the arguments of the ops besides differentiated tensors, with the optional arrays that are ``passed``."""
     arrays = Arrays(
         torch.tensor([[0, 20], [3, 33], [5, 5]], dtype=torch.int32).repeat(2, 11, 1),
         torch.arange(66).reshape(2, 33) % 5 != 0,

@@ -42,7 +42,7 @@ def test_weights_gradients_and_moments_are_counted_to_the_byte(name):
 
 
 def saved_bytes(model: RingTransformer) -> Counter[str]:
-    """What autograd saves in the first block, each array once and no weight, by the terms of the formula."""
+    """Count the bytes that autograd saves in the first block, each array once and no weight, by the terms of the formula."""
     config, arrays = model.config, {}
     weights_at = {p.untyped_storage().data_ptr() for p in model.parameters()}
 

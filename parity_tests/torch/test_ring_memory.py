@@ -1,4 +1,4 @@
-"""What a rank holds at a time in PyTorch: no more in a ring of 8 than in a smaller one, by every strategy but "gather"."""
+"""Tests of a rank's peak memory in PyTorch: by every strategy but "gather" it does not grow with the ring."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_rank_that_gathers_holds_the_keys_of_all(gloo):
 
 
 def test_a_rank_that_gathers_by_groups_of_heads_holds_the_keys_of_two_groups(gloo):
-    """Two more ranks bring 4 shards of keys and of gradients. Of 8 groups a rank holds 2 of keys and 3 of gradients, beside what
+    """Add two ranks, with 4 shards of keys and gradients. A rank holds 2 of 8 groups' keys and 3 groups' gradients, beside what
     the backend holds of one: 3 arrays of a shard in all. Without groups it holds 8 more."""
     small, large = (max(gloo(ranks, held, Gather(groups=8))) for ranks in (2, 4))
     assert large < small + 4 * SHARD, (small / SHARD, large / SHARD)

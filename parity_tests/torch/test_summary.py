@@ -30,7 +30,7 @@ def test_the_bytes_that_every_rank_sends_are_the_formulas(gloo, case):
 
 
 def count_bytes(group: Group, case: SummaryCase, shards: dict[str, np.ndarray]) -> tuple[int, int]:
-    """What this rank sends forward and backward; of a collective, what each other rank gets."""
+    """Count the bytes that this rank sends forward and backward; of a collective, those that each other rank gets."""
     sent = [0]
     send, all_gather, reduce_scatter = strategy.send, collectives.all_gather_single, collectives.reduce_scatter_single
 

@@ -205,7 +205,7 @@ def taken(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def seen(arrays: dict[str, np.ndarray], i: np.ndarray, j: np.ndarray, mask: Band, length: int, extents: bool) -> np.ndarray:
-    """Which query sees which key, bool [batch, queries, keys]."""
+    """Return which query sees which key, bool [batch, queries, keys]."""
     i, j = i[:, None], j[None, :]
     pairs = (i >= 0) & (j >= 0) & (i < length) & (j < length)
     pairs = pairs & (mask.lo is None or i - j >= mask.lo) & (mask.hi is None or i - j <= mask.hi)

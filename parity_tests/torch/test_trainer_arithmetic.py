@@ -1,4 +1,4 @@
-"""What a Trainer on a ring multiplies, divides and counts by the ranks of a ring, without one."""
+"""Tests of a Trainer's products, quotients and counts by the ranks of a ring, without a ring."""
 
 from __future__ import annotations
 

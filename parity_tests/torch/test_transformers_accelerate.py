@@ -1,6 +1,6 @@
-"""A loop of one's own with accelerate on its cp axis: documents stay apart, and ten steps are those of one process.
+"""Tests of a loop of one's own with accelerate on its cp axis: documents stay apart, and ten steps are those of one process.
 
-What accelerate's hooks do to masks is in ring_attn_torch/transformers/attention.py, and what its mesh is in trainer.py beside it.
+See ring_attn_torch/transformers/attention.py for accelerate's hooks on masks, and trainer.py beside it for its mesh.
 """
 
 from __future__ import annotations

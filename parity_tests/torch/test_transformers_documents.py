@@ -1,4 +1,4 @@
-"""What says the documents of a packed row, position_ids and cu_seq_lens_q, agrees, or every rank refuses the call."""
+"""Tests of the documents of a packed row: position_ids and cu_seq_lens_q agree, or every rank refuses the call."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ OFTEN = ("gemma2", "gemma3", "gpt_oss")
 
 
 def marks_of(name: str, turn: int) -> Any:
-    """Return the marks of a model on a ring: one of ``OFTEN`` runs in its turn 0 always, each in its turn 1 in make test-all."""
+    """Return the marks of a model on a ring: one of ``OFTEN`` always runs turn 0, and make test-all runs each turn 1."""
     if turn == 0 and name in OFTEN:
         return ()
     return pytest.mark.exhaustive if turn == 1 else pytest.mark.full
@@ -80,7 +80,7 @@ def test_every_rank_draws_the_same_tokens_and_beams_are_those_of_one_process(fou
 
 
 def test_a_cache_grows_for_the_fullest_rank(four: Any):
-    """Of 33 tokens in zigzag over 4 ranks one holds 10, of six such chunks 60; a cache of 52 slots a rank has room for 208."""
+    """Prefill six chunks of 33 tokens in zigzag over 4 ranks. One rank holds 60; 52 slots a rank have room for 208."""
     for slots in four(4, in_chunks):
         assert slots >= 60
 
@@ -182,7 +182,7 @@ def test_texts_go_on_from_copies_of_the_cache_of_one_prompt(four: Any):
 
 
 def copied(group: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The logits of three steps from one cache of a prompt, two of them from its copies; and of each from a cache of its own."""
+    """Return the logits of three steps from one cache of a prompt and two copies, and from a cache for each."""
     model, ids = make("llama", "float32").eval(), prompts()["input_ids"]
     with hf.sequence_parallel(model, group), torch.no_grad():
         read = lambda: model(input_ids=ids, use_cache=True)[CACHE]

@@ -114,7 +114,7 @@ Outcome = dict[str, np.ndarray]
 
 
 def outcome(model: nn.Module, loss: Any) -> Outcome:
-    """Of a weight without a gradient nothing: an expert that no token of a process went to has 0 on others."""
+    """Leave out weights without a gradient: an expert that no token of a process went to has 0 on others."""
     gradients = {name: p.grad.cpu().numpy() for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
     return {"loss": loss.detach().cpu().numpy(), **gradients}
 

@@ -1,4 +1,4 @@
-"""What hybrid models of transformers cannot do over a ring is refused in words, and what they can at the limits runs."""
+"""Tests of the limits of hybrid models of transformers over a ring: calls beyond them are refused, calls at them run."""
 
 from __future__ import annotations
 

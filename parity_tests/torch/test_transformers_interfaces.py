@@ -1,4 +1,4 @@
-"""What of transformers a ring stands on: its masks are told apart, its interfaces are those that this was written for."""
+"""Tests of the parts of transformers under a ring: its masks are told apart, its interfaces are those that ours expects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sequence_parallel holds: logits of a chunk of tokens, attention's results once, on the device or on the host."""
+"""Tests of sequence_parallel's memory: logits of a chunk of tokens, attention's results once, on the device or on the host."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_models_whose_logits_are_more_than_a_product_with_their_head_are_refused
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("offloads", [False, True])
 def test_the_models_own_activation_checkpointing_runs_the_ring_once(four: Any, offloads: bool, every: int):
-    """Of two layers ``every`` one: attention's forward is called once for each, and what waits on the host is what was asked."""
+    """Checkpoint two layers or one of them: attention's forward runs once for each, and the host holds what was asked."""
     for got, rings, pages, after in four(2, checkpointed, offloads, every):
         near(got)
         assert rings == 2

@@ -107,7 +107,7 @@ def perturbed(group: Any, case: Case, token: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("kind", ["plain", "padded", "holes", "packed"])
 @pytest.mark.parametrize("name", first(["llama", "llama4", "gemma2", "modernbert"], 2))
 def test_one_process_needs_no_sequence_parallel(name: str, kind: str):
-    """What transformers hands to the mask function says it all where nothing is sharded."""
+    """Check that transformers' arguments of the mask function say it all if nothing is sharded."""
     if kind == "packed" and name == "modernbert":
         pytest.skip("transformers tells masks of encoders nothing about documents, so eager attention does not part them either")
     case = Case(name, kind, dtype="float32")

@@ -178,7 +178,7 @@ def test_leaving_restores_the_model(four: Any):
 
 
 def left(group: Any) -> list[str]:
-    """What differs before and after."""
+    """Return the names of the modules that differ before and after."""
     model = make("llama", "float32")
     model._set_gradient_checkpointing()
 

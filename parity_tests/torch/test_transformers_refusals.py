@@ -1,4 +1,4 @@
-"""What a ring cannot honour of transformers is refused by name, on every rank, before anything is sent."""
+"""Tests of refusals: every rank refuses by name, before anything is sent, a setting of transformers that a ring cannot honour."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_a_backend_of_gpus_is_refused_for_a_model_on_a_cpu_where_that_is_known(f
 
 
 def enabled_for_a_gpu(group: Any) -> str:
-    """Of the config of one rank, so that all others hear of it."""
+    """Enable a GPU's kernels in the config of one rank, so that all others hear of it."""
     config = transformers.LlamaConfig(**SMALL)
     if group.rank() == 0:
         hf.enable(config, backend="triton")

@@ -22,7 +22,7 @@ from .hugging_face import HEADS, SMALL, VOCAB, in_float64
 from .test_transformers_refusals import message_of
 
 NEAR = 1e-9
-"""Of float64, in which a mean over tokens rounds by 1e-16 times the number of them; the mean of shards is off by 1e-3."""
+"""A tolerance of float64: a mean over tokens rounds by 1e-16 times their number; the mean of shards is off by 1e-3."""
 
 ROUTED = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.7, **HEADS}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -72,7 +72,7 @@ def batch(padded: bool) -> dict[str, torch.Tensor]:
 
 
 def outcome(model: Any, output: Any) -> dict[str, np.ndarray]:
-    """Of a weight without a gradient nothing: an expert that no token of a process went to has 0 on others."""
+    """Leave out weights without a gradient: an expert that no token of a process went to has 0 on others."""
     gradients = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
     return {"loss": output.loss.detach().numpy(), "aux_loss": output.aux_loss.detach().numpy()} | gradients
 

@@ -26,7 +26,7 @@ from .models import shard_fully
 
 pytestmark = pytest.mark.slow
 NEAR = 1e-5
-"""How far a run may be from one process: a bound that is asked for, since a rounding grows with every step of Adam."""
+"""The largest difference of a run from one process: a chosen bound, since a rounding grows with every step of Adam."""
 
 
 def near(got: Result, want: Result) -> None:
@@ -119,7 +119,7 @@ def test_four_ranks_train_evaluate_predict_and_resume_as_one_process(four: Any, 
 
 @pytest.mark.exhaustive
 def test_two_rings_have_rows_of_their_own_and_count_the_labels_of_both(four: Any, tmp_path: Path):
-    """Of two ranks each, with the loss in chunks and layers that wait on the host; and by accelerate's mesh with a cp axis.
+    """Train two rings of two ranks, with the loss in chunks and layers offloaded to the host, and by accelerate's mesh with cp.
 
     The layers have windows, which accelerate's own context parallelism refuses.
     """
@@ -159,7 +159,7 @@ def test_a_model_that_divides_by_the_labels_of_a_batch_trains_and_rows_are_count
 
 @pytest.mark.exhaustive
 def test_rows_that_come_as_a_stream_go_to_every_rank_of_a_ring(four: Any, tmp_path: Path):
-    """Where accelerate would let the first rank read all of them, and hand each rank its own."""
+    """Check this against accelerate, which would let the first rank read all rows, and hand each rank its own."""
     one = trained(Run(3, str(tmp_path / "one"), streamed=True))
     four_alike = Run(3, str(tmp_path / "four"), streamed=True)
     for results in four(4, all_trained, [four_alike, four_alike._replace(ring=2, rows=1)]):

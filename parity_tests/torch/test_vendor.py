@@ -48,7 +48,7 @@ def test_a_ring_of_flash_attention_is_exact(gloo, case):
 
 
 def allowed(case: Case, name: str) -> float:
-    """What our own kernels are held to; their lse of scores in 16 bits is less exact (5e-6 was seen)."""
+    """Return the bound of our own kernels, but a wider one for the lse of scores in 16 bits (5e-6 was seen)."""
     return 2e-5 if name == "lse" and case.dtype in ("bfloat16", "float16") else computed_bound(case, name)
 
 
@@ -65,7 +65,7 @@ def test_flash_attention_4_is_given_what_it_takes(gloo, case):
 
 
 class StandIn(ModuleType):
-    """What flash_attn.cute.interface computes, in plain PyTorch; lengths as of its causal mask, which ends bottom right."""
+    """A stand-in for flash_attn.cute.interface in plain PyTorch; its causal mask ends bottom right, as there."""
 
     def _flash_attn_fwd(self, q, k, v, *, softmax_scale, causal, return_lse):
         assert return_lse
