@@ -39,7 +39,6 @@ LONGEST = 70
 DRAWS = 8
 """The number of draws of a case's data that bound its error."""
 
-
 SLOW_IS_FINE: Any = list(HealthCheck)
 
 

@@ -49,7 +49,7 @@ CASES = [(0, name) for name in CALLS] + [(7, name) for name in CALLS]  # the las
 
 
 @pytest.mark.parametrize(("seed", "name"), first(CASES, 3, most=7))
-def test_a_seed_without_a_rate_is_refused_and_a_rate_of_0_is_none(name, seed):
+def test_a_seed_without_a_rate_is_refused_and_a_rate_of_0_drops_nothing(name, seed):
     call = CALLS[name]
     with pytest.raises(ValueError, match=MESSAGE):
         call(dropout_seed=seed)

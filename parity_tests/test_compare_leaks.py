@@ -117,7 +117,7 @@ def test_a_leak_is_told_in_words():
         (("ring", "--json", "leaks.json"), "--leak prints what leaks and measures nothing: leave out --json and --png"),
     ],
 )
-def test_what_the_probe_cannot_do_is_refused_before_anything_starts(arguments: tuple[str, ...], words: str):
+def test_unsupported_options_of_the_probe_are_refused_before_anything_starts(arguments: tuple[str, ...], words: str):
     answer = CliRunner().invoke(app, ["compare", "--leak", *arguments])
     assert answer.exit_code == 2
     assert words in answer.output

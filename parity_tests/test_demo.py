@@ -74,7 +74,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(mo
         run(DemoSettings.make(True), "both", tmp_path)
 
 
-def test_what_is_not_installed_is_left_out_in_words(monkeypatch: pytest.MonkeyPatch):
+def test_a_framework_without_its_packages_is_left_out_in_words(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ring_attn_cli.demo.run.find_spec", lambda package: None if package == "flax" else package)
     frameworks, left_out = find_frameworks("both")
     assert frameworks == ["PyTorch"]
@@ -185,7 +185,7 @@ def test_a_failure_shows_what_the_process_printed():
 
 
 @pytest.mark.slow
-def test_what_is_reported_arrives():
+def test_reports_arrive():
     assert sorted(reports(("good", "better"))) == [("group", "said", "better"), ("group", "said", "good")]
 
 

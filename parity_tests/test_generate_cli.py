@@ -85,7 +85,7 @@ def test_jax_writes_the_same_text_also_of_a_folder_of_hugging_faces_and_of_shard
     assert warm.run(command, "jax", folder, variables) == expected(folder, temperature=1.0, seed=3)
 
 
-def test_what_cannot_begin_is_refused(folder, tmp_path):
+def test_an_invalid_folder_or_prompt_is_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="is not a folder with a config"):
         GenerateSettings(weights=tmp_path, prompt_file=folder / "prompt.txt")
     (tmp_path / "empty.txt").write_text("")

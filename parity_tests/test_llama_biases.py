@@ -151,7 +151,7 @@ def test_a_folder_of_transformers_comes_back_with_biases_ids_and_length(name, pa
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["max_position_embeddings"] == 7
 
 
-def test_what_a_config_does_not_say_has_its_default():
+def test_missing_keys_of_a_config_have_their_defaults():
     said = their_config(TransformerConfig(vocab=31, dim=8, depth=1, heads=2))
     assert said["max_position_embeddings"] == 131072
     assert {said[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")} == {None}

@@ -233,7 +233,7 @@ def test_a_saved_hybrid_model_is_the_same_in_both_frameworks(tmp_path, gradients
     ],
     ids=["striped", "key_extents", "key_mask", "mask"],
 )
-def test_what_a_hybrid_model_cannot_follow_is_the_same_error_on_every_rank(gloo, options, call, words):
+def test_unsupported_options_of_a_hybrid_model_are_the_same_error_on_every_rank(gloo, options, call, words):
     gloo.refuse(words, 2, called_with, options, call)
 
 
@@ -252,7 +252,7 @@ def called_with(group: Any, options: dict[str, Any], call: dict[str, Any]) -> No
     ],
     ids=["tensor_plan", "save_llama", "LoRA", "peak_memory"],
 )
-def test_what_a_hybrid_model_lacks_is_refused_by_name(tmp_path, call, words):
+def test_missing_features_of_a_hybrid_model_are_refused_by_name(tmp_path, call, words):
     with pytest.raises(ValueError, match=words):
         call(ring_attn_torch.RingTransformer(**HYBRID, tied=False), tmp_path / "saved")
 

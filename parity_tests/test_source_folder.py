@@ -57,7 +57,7 @@ def test_a_model_comes_back_with_its_tokenizer_and_its_config(package: Any, tmp_
 
 
 @PACKAGES
-def test_what_the_model_decides_is_the_models(package: Any, tmp_path: Path):
+def test_settings_of_the_model_come_from_the_model(package: Any, tmp_path: Path):
     theirs, ours = their_folder(tmp_path / "theirs"), tmp_path / "ours"
     said = json.loads((theirs / "config.json").read_text())
     said.pop("rope_parameters", None)

@@ -39,7 +39,7 @@ if __name__ == "__main__":
 """The program of a run as the system sees it: a process with the lock, and one that it started as it starts ranks."""
 
 
-def test_a_killed_run_blocks_nobody(tmp_path: Path):
+def test_a_killed_run_does_not_block_the_next(tmp_path: Path):
     program, config = tmp_path / "holder.py", Config(out=str(tmp_path / "run"))
     program.write_text(HOLDER)
     run = subprocess.Popen(
@@ -66,7 +66,7 @@ def test_a_killed_run_blocks_nobody(tmp_path: Path):
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK])
-def test_where_there_are_no_locks_nobody_is_kept_out(number: int, tmp_path: Path, monkeypatch):
+def test_two_runs_begin_if_the_file_system_has_no_locks(number: int, tmp_path: Path, monkeypatch):
     def flock(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 

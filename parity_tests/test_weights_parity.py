@@ -154,7 +154,7 @@ def test_folders_of_transformers_are_read_and_written(name, tmp_path):
     np.testing.assert_array_equal(logits_of(back), logits_of(theirs))
 
 
-def test_what_transformers_does_not_compute_is_refused_by_name(tmp_path):
+def test_features_that_transformers_does_not_compute_are_refused_by_name(tmp_path):
     for feature, value in (("sinks", True), ("softcap", 3.0), ("alibi", True), ("rotary_base", None), ("windows", (3, 5))):
         sizes: dict[str, Any] = {**TRANSFORMER, feature: value}
         model = ring_attn_torch.RingTransformer(**sizes)
@@ -175,7 +175,7 @@ def saved_on_rank(group: Any, folder: Path) -> None:
     assert folder.is_dir()
 
 
-def test_what_one_rank_cannot_load_no_rank_loads(gloo, tmp_path):
+def test_no_rank_loads_weights_that_one_rank_cannot_load(gloo, tmp_path):
     whole, missing, cut, other = (tmp_path / name for name in ("whole", "missing", "cut", "other"))
     for folder in (whole, cut, other):
         ring_attn_torch.save_weights(ring_attn_torch.RingTransformer(**TRANSFORMER), folder)

@@ -90,7 +90,7 @@ def test_weights_that_are_written_to_while_they_are_loaded_are_named(package, tm
 @pytest.mark.parametrize("what", ["config.json", "model.safetensors", "model.safetensors.index.json"])
 @pytest.mark.parametrize("special", KINDS)
 @of_each_kind
-def test_what_is_no_regular_file_is_named_and_never_waited_for(package, kind, special, what, tmp_path):
+def test_a_special_file_is_named_and_never_waited_for(package, kind, special, what, tmp_path):
     save(package, kind, tmp_path / "w", 1.0)
     if what.endswith("index.json"):
         (tmp_path / "w" / "model.safetensors").unlink()
@@ -122,7 +122,7 @@ def test_a_folder_that_links_to_itself_is_named(package, kind, tmp_path):
 
 
 @pytest.mark.parametrize("folder", [None, 3, "", b"", "/", "a\0b"], ids=repr)
-def test_what_is_no_path_of_a_folder_is_refused(package, folder):
+def test_an_invalid_path_of_a_folder_is_refused(package, folder):
     for call in (load, lambda package, kind, folder: save(package, kind, folder, 1.0)):
         with pytest.raises(ValueError, match=r"folder must be the path of a folder of weights|/ is the root of the file system"):
             call(package, "own", folder)

@@ -86,6 +86,6 @@ UNORDERED = BalancedLayout((((16, 16),), ((8, 8), (0, 8))), 32)
         ("balanced", {}, "a balanced layout follows from documents"),
     ],
 )
-def test_what_does_not_run_is_refused_by_name(framework, layout, options, message):
+def test_unsupported_calls_with_a_balanced_layout_are_refused_by_name(framework, layout, options, message):
     q = np.zeros((1, 32, 4, 8), np.float32)
     framework.refuses(message, 2, partial(framework.ring_attention, layout=layout, **options), q, q, q)

@@ -54,7 +54,7 @@ POSITION = r"position must be (an int|integers)"
         ("gather_token", np.ones((2, 6)), {"position": np.ones(1, int)}, POSITION + r" \[2\]"),
     ],
 )
-def test_what_is_no_shard_is_refused_by_gather(framework, call, x, options, message):
+def test_gather_refuses_an_invalid_shard(framework, call, x, options, message):
     arguments = framework.arrays(options)
     held = lambda shard: x if isinstance(x, list) else shard[0] if x.shape[1] == 3 else shard
     run = lambda shard, **ring: getattr(framework, call)(held(shard), **arguments, **ring)

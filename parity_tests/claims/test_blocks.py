@@ -56,7 +56,7 @@ def drawn(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape, np.float32)
 
 
-def test_what_a_block_holds_beyond_its_runs_is_never_read(framework):
+def test_tokens_of_a_block_beyond_its_runs_are_never_read(framework):
     q, k, v = drawn(3, 1, 8, 2, 4)
     (want, _), _ = framework.pull(lambda *x: framework.attend_block(*x, mask=full()), [q[:, :5], k[:, :6], v[:, :6]])
     for x, length in ((q, 5), (k, 6), (v, 6)):

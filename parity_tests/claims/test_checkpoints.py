@@ -22,7 +22,7 @@ pytest.importorskip("safetensors")
 
 
 @pytest.mark.parametrize("keep", [0, True, 1.5])
-def test_a_number_of_checkpoints_that_is_none_is_refused(framework, keep, tmp_path):
+def test_an_invalid_number_of_checkpoints_is_refused(framework, keep, tmp_path):
     with pytest.raises(ValueError, match="keep must be an int of at least 1"):
         framework.Checkpoints(tmp_path, keep=keep)
 

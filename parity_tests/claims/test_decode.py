@@ -22,7 +22,7 @@ def test_random_problems_are_exact(framework, number, seeds):
 
 
 @in_each("ranks", jax=[2], torch=[1, 2, 3])
-def test_what_stands_in_slots_that_no_query_sees_changes_no_bit(framework, ranks):
+def test_unseen_slots_do_not_change_the_output(framework, ranks):
     features = "tree_mask", "window", "scale", "softcap", "sinks", "alibi_slopes"
     problem = Problem(Shape(ranks=ranks, batch=2, queries=5, slots=61, features=features))
     for mine, other in zip(*framework.decode([problem, problem.with_other_unseen()]), strict=True):

@@ -111,7 +111,7 @@ def test_no_tokens_give_no_tokens_and_nothing_is_lost_where_scores_are_huge(fram
         ({"key_mask": np.ones((2, 3), bool)}, "key_mask must be"),
     ],
 )
-def test_what_does_not_fit_is_refused(framework, wrong, message):
+def test_invalid_segments_dilations_length_and_key_mask_are_refused(framework, wrong, message):
     options = {"segments": (4, 8), "dilations": (1, 2)} | framework.arrays(wrong)
     with pytest.raises(ValueError, match=message):
         attended(framework, "dilated_attention", qkv(2, 16, 4, 8), **options)

@@ -47,7 +47,7 @@ def test_attention_drops_what_it_says(framework):
         ({"k_positions": [[1, 2]]}, "q_positions and k_positions must be 1-D, a position for each token, got 1 and 2"),
     ],
 )
-def test_what_does_not_fit_is_refused(framework, changes, words):
+def test_invalid_rates_seeds_sizes_and_positions_are_refused(framework, changes, words):
     arguments = {"q_positions": [0, 1], "k_positions": [0, 1]} | HOW | changes
     with pytest.raises(ValueError, match=words):
         framework.dropout_mask(arguments.pop("q_positions"), arguments.pop("k_positions"), **arguments)

@@ -44,7 +44,7 @@ def test_labels_are_weighed_exactly_in_float64(framework, ranks, reduction, chun
 
 
 @pytest.mark.parametrize("chunk", [7, None])
-def test_weights_are_constants_and_weights_of_one_are_no_weights(framework, chunk):
+def test_weights_are_constants_and_weights_of_one_change_nothing(framework, chunk):
     hidden, head, labels = hidden_states(np.float32)
     ones = np.ones(labels.shape, np.float32)
     of_weights = lambda weights: loss_of(framework, chunk, labels=framework.array(labels), **framework.no_ring)(

@@ -70,14 +70,14 @@ def test_a_block_takes_it_too(framework):
         ({"v_dim": 16, "v": np.zeros((2, 10, 1, 8), np.float32)}, "v_dim is for v=None"),
     ],
 )
-def test_what_does_not_fit_is_refused(framework, given, message):
+def test_an_invalid_v_dim_is_refused(framework, given, message):
     for call in (framework.attend_block, framework.ring_attention, framework.alone("ring_attention")):
         with pytest.raises(ValueError, match=message):
             call(*map(framework.array, drawn()), **framework.arrays(given))
 
 
 @pytest.mark.parametrize("wrong", [1.0, "k", None], ids=str)
-def test_a_k_that_is_no_array_is_refused_as_ever(framework, wrong):
+def test_a_k_that_is_not_an_array_is_refused_as_ever(framework, wrong):
     for call in (framework.attend_block, framework.alone("ring_attention")):
         with pytest.raises(ValueError, match=r"must be arrays|k must"):
             call(framework.array(drawn()[0]), wrong, v_dim=16)

@@ -106,7 +106,7 @@ def test_log_probs_of_bfloat16_are_float32_and_sum_the_heads_gradient_in_it(fram
 
 @pytest.mark.parametrize("given", ["hidden", "logits"])
 @pytest.mark.parametrize("of", ["loss", "token_log_probs"])
-def test_nan_where_there_is_no_label_changes_no_bit_and_a_strange_label_is_nan(framework, of, given):
+def test_nan_without_a_label_changes_no_bit_and_a_strange_label_is_nan(framework, of, given):
     hidden, head, labels = hidden_states(np.float32)
     rows, more = (hidden, [head]) if given == "hidden" else (hidden @ head.T, [])
     poisoned = np.where(labels[..., None] == -100, np.float32(np.nan), rows)

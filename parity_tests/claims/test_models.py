@@ -119,7 +119,7 @@ def test_layers_that_do_not_fit_are_refused(framework, sizes, message):
         framework.make("RingTransformer", **TRANSFORMER, **sizes)
 
 
-def test_what_is_no_context_is_refused(framework):
+def test_an_invalid_context_is_refused(framework):
     layer, x = framework.make("RingAttention", 24, 4, kv_heads=2), framework.array(np.ones((1, 4, 24), np.float32))
     with pytest.raises(ValueError, match=r"context must be \[batch, tokens, 24\], got \[1, 4, 23\]"):
         layer(x, context=x[..., 1:])

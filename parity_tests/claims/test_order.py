@@ -131,7 +131,7 @@ def test_one_rank_computes_the_same_in_either_order(framework):
     np.testing.assert_allclose(*map(framework.numpy, results), rtol=2e-6, atol=2e-6)
 
 
-def test_what_cannot_keep_the_order_is_refused_by_name(framework):
+def test_models_and_generation_that_cannot_keep_the_order_are_refused_by_name(framework):
     logits, labels = map(framework.array, (np.zeros((1, 4, 8), np.float32), np.zeros((1, 4), np.int32)))
     with pytest.raises(ValueError, match='order must be "ring" or "global", got \'up\''):
         framework.loss(logits, labels, **framework.no_ring, order="up")

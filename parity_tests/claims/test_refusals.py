@@ -73,7 +73,7 @@ OF_HEADS: list[tuple[dict[str, Any], str]] = [
         ("token_log_probs", {"temperature": None}, "temperature must be a finite Python number above 0, got None"),
     ],
 )
-def test_what_has_no_loss_or_log_probs_is_refused(framework, name, arguments, message):
+def test_invalid_arguments_of_loss_and_log_probs_are_refused(framework, name, arguments, message):
     given = framework.arrays({"logits": X, "labels": Y} | arguments) | (framework.no_ring if name == "loss" else {})
     with pytest.raises(ValueError, match=message):
         getattr(framework, name)(given.pop("logits"), given.pop("labels"), **given)

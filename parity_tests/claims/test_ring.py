@@ -81,7 +81,7 @@ def test_every_feature_at_once_is_exact(framework, case):
 
 
 @in_each("case", jax=first(WITH_BLANKS, 0, 5), torch=first(WITH_BLANKS, 6, 12))
-def test_nan_that_nobody_may_see_changes_no_bit(framework, case):
+def test_nan_in_hidden_tokens_changes_no_bit(framework, case):
     """With the first of COMBINATIONS, which JAX has compiled already."""
     check_same(framework.attention(replace(case, poison=True)), framework.attention(case))
 

@@ -41,20 +41,20 @@ def test_tokens_are_drawn_as_often_as_they_are_probable(framework, sampling):
     assert chi_square < free + 5 * np.sqrt(2 * free)
 
 
-def test_of_equal_logits_the_lower_token_ids_are_kept(framework):
+def test_top_k_keeps_the_lower_token_ids_of_equal_logits(framework):
     draw = framework.compiled(partial(framework.sample, temperature=1.0, top_k=3, positions=framework.array(np.arange(200))))
     assert set(draw(framework.array(np.zeros((200, 3000), np.float32))).tolist()) == {0, 1, 2}
 
 
 @in_each("positions", jax=first([[2**63, -1]], 0), torch=[[2**63, -1]])
-def test_of_numbers_their_low_32_bits_count(framework, positions):
+def test_only_the_low_32_bits_of_requests_and_positions_count(framework, positions):
     logits = framework.array(np.random.default_rng(0).standard_normal((2, 300), np.float32))
     draw = lambda **numbers: framework.sample(logits, temperature=2.0, **numbers).tolist()
     assert draw(requests=[2**31, 2**40 + 7], positions=positions) == draw(requests=[2**31, 7], positions=[0, 2**32 - 1])
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD_DRAWS.values(), ids=BAD_DRAWS)
-def test_what_does_not_fit_is_refused(framework, changes, message):
+def test_invalid_arguments_of_sample_are_refused(framework, changes, message):
     options = dict(changes)
     logits = framework.array(np.ones(options.pop("logits", (2, 5))), options.pop("dtype", "float32"))
     with pytest.raises(ValueError, match=message):

@@ -72,7 +72,7 @@ def test_extents_of_ids_are_right_in_both(frameworks, documents):
 
 @FEW
 @given(ids=st.lists(st.lists(st.integers(-1, 2), min_size=4, max_size=4), min_size=BATCH, max_size=BATCH))
-def test_ids_are_refused_exactly_where_they_are_no_packed_documents(frameworks, ids):
+def test_ids_are_refused_exactly_if_they_are_not_packed_documents(frameworks, ids):
     if all(is_packed(row) for row in ids):
         np.testing.assert_array_equal(same(in_both(frameworks, "document_extents", np.array(ids))), extents(np.array(ids)))
         return
@@ -247,7 +247,7 @@ def test_a_mistake_is_a_value_error_of_one_line_in_the_same_words(framework, mes
     assert "\n" not in str(raised.value)
 
 
-def test_numpy_arrays_are_no_tensors_and_the_error_says_so():
+def test_numpy_arrays_are_refused_as_tensors_and_the_error_says_so():
     package = pytest.importorskip("ring_attn_torch")
     for call in (package.to_layout, lambda *x: package.from_layout(*x, 8)):
         with pytest.raises(ValueError, match=r"x must be a torch.Tensor, got ndarray of shape \[2, 8, 3\]: convert it first"):

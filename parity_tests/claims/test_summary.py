@@ -32,7 +32,7 @@ def exact_attention(framework: Any, arrays: Any) -> np.ndarray:
 
 
 @in_each("case", jax=[*first(EXACT[:1], 0), *first(EXACT[1:], 0, 0)], torch=EXACT)
-def test_where_it_represents_every_token_it_is_exact_attention(framework, case):
+def test_summaries_of_every_token_are_exact_attention(framework, case):
     out, *_ = framework.summary(case)
     np.testing.assert_allclose(out[:, : case.length], exact_attention(framework, case.arrays), rtol=0, atol=2e-6)
 
@@ -87,7 +87,7 @@ def test_one_summary_starts_as_the_mean_and_several_start_apart(framework):
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED, ids=lambda x: str(x) if isinstance(x, dict) else "")
-def test_what_does_not_fit_is_refused(framework, change, message):
+def test_invalid_options_and_shapes_are_refused(framework, change, message):
     arrays, options = refused(change)
     with pytest.raises(ValueError, match=message):
         framework.alone("summary_attention")(**framework.arrays(arrays), **options)

@@ -68,7 +68,7 @@ def test_auto_takes_hopper_for_wide_heads():
     assert select(wide) == "hopper"
 
 
-def test_a_triton_that_nobody_tried_is_named_once_and_passed_over(monkeypatch):
+def test_an_untried_triton_is_named_once_and_passed_over(monkeypatch):
     monkeypatch.setattr(backends, "triton_release", lambda: (3, 10))
     monkeypatch.setattr(backends, "triton_version", lambda: "3.10.0")
     with pytest.warns(UserWarning, match="hopper: Triton 3.10.0 is newer than 3.9, .*backend='triton' runs this") as said:

@@ -31,7 +31,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_what_is_no_data_is_refused_in_the_same_words_on_every_rank(message: str, tmp_path):
+def test_invalid_data_are_refused_in_the_same_words_on_every_rank(message: str, tmp_path):
     for name, content in BAD[message].items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         np.save(tmp_path / name, content) if isinstance(content, np.ndarray) else (tmp_path / name).write_bytes(content)
@@ -44,7 +44,7 @@ def test_what_is_no_data_is_refused_in_the_same_words_on_every_rank(message: str
     assert not [path for path in tmp_path.glob(".ring-attn/*") if path.name != ".lock"]
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path):
+def test_a_missing_folder_or_a_file_in_its_place_is_refused(tmp_path):
     with pytest.raises(ValueError, match="does not exist: pass a folder"):
         corpus.batches(tmp_path / "nowhere")
     (tmp_path / "a.txt").write_text("text")

@@ -21,6 +21,6 @@ def test_bytes_of_stack_are_those_of_cuobjdump(dim):
         assert stack_bytes(kernel.asm["cubin"]) > 0, "choose a kernel with some, or this shows nothing"
 
 
-def test_what_is_no_binary_is_refused():
+def test_an_invalid_binary_is_refused():
     with pytest.raises(ValueError, match="not a 64-bit ELF file"):
         stack_bytes(b"// PTX")

@@ -106,7 +106,7 @@ def _skipped(data: Any, count: int) -> Any:
 
 
 @pytest.mark.parametrize("what", ["chmod", "link", "rename and back", "times set back"])
-def test_what_leaves_the_content_alone_is_no_change(what, tmp_path):
+def test_a_file_with_the_same_content_is_unchanged(what, tmp_path):
     path = large(tmp_path / "data")
     data = corpus.batches(tmp_path / "data", shuffle=False)
     batches = data.iterate()
@@ -137,7 +137,7 @@ def test_a_sample_has_the_first_and_the_last_byte_of_a_large_file(tmp_path):
         assert len({sample(file, blocks) for blocks in (1, 2, 16)}) == 3
 
 
-def test_what_the_system_reads_in_parts_is_put_together(tmp_path, monkeypatch):
+def test_partial_reads_are_put_together(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(bytes(range(100)))
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda number, count, offset: pread(number, min(count, 7), offset))
@@ -196,7 +196,7 @@ def test_a_damaged_index_or_cache_is_made_anew(damage, tmp_path):
     assert tokens.read_bytes() == whole
 
 
-def test_a_cache_that_is_written_to_under_way_is_an_error_and_an_equal_one_is_none(tmp_path):
+def test_a_cache_that_changes_under_way_is_an_error_but_an_equal_copy_is_not(tmp_path):
     corpus.write_texts(tmp_path)
     data = corpus.batches(tmp_path, shuffle=False)
     (tokens,) = (tmp_path / ".ring-attn").glob("*.tokens")
@@ -214,7 +214,7 @@ def test_a_cache_that_is_written_to_under_way_is_an_error_and_an_equal_one_is_no
         next(batches)
 
 
-def test_what_a_killed_process_left_in_the_cache_is_deleted(tmp_path):
+def test_files_of_a_killed_process_in_the_cache_are_deleted(tmp_path):
     corpus.write_texts(tmp_path)
     (tmp_path / ".ring-attn").mkdir()
     (tmp_path / ".ring-attn" / ".writing-abc").write_text("half")

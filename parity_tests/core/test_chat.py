@@ -220,7 +220,7 @@ def test_chats_that_make_no_tokens_are_refused_in_words(template: str | None, ch
         tokens_of(folder, tokenizer=tokenizer, chat="assistant")
 
 
-def test_a_tokenizer_config_that_is_no_object_is_named(tmp_path: Path):
+def test_a_tokenizer_config_that_is_not_an_object_is_named(tmp_path: Path):
     tokenizer, folder = tokenizer_in(tmp_path / "tokenizer"), write(tmp_path / "data")
     (tokenizer / "tokenizer_config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"transformers cannot read the tokenizer in .*: mend its files"):

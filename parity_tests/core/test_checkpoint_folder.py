@@ -102,9 +102,7 @@ def test_a_rename_of_a_folder_that_a_kill_cuts_short_leaves_nothing_complete(tmp
     assert (checkpoints.where(2) / "a.safetensors").read_text() == "again"
 
 
-def test_where_nothing_can_be_renamed_a_checkpoint_is_copied_and_run_json_comes_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_checkpoint_that_cannot_be_renamed_is_copied_and_run_json_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def refused(self: Path, target: Path) -> None:
         assert not (checkpoints.where(1) / RUN).exists()
         raise OSError(95, "Operation not supported")
@@ -188,7 +186,7 @@ def test_a_second_writer_of_this_process_is_refused_until_the_first_lets_go(tmp_
 
 
 @pytest.mark.parametrize("kind", ["of one host", "none"])
-def test_where_locks_keep_nobody_out_the_run_that_came_first_stops(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_run_that_came_first_stops_if_locks_keep_no_run_out(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def flock(*_: object) -> None:
         if kind == "none":
             raise OSError(95, "Operation not supported")
@@ -234,7 +232,7 @@ def test_digests_of_another_form_are_refused(files: Any, tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "value"), [("step", "x"), ("step", True), ("step", -1), ("data", 3), ("data", []), ("more", []), ("config", "x")]
 )
-def test_what_is_not_of_its_type_in_run_json_is_named(name: str, value: Any, tmp_path: Path):
+def test_a_field_of_another_type_in_run_json_is_named(name: str, value: Any, tmp_path: Path):
     whole = {"step": 1, "data": None, "more": {}, "config": None}
     assert progress_of(tmp_path / RUN, whole, None).step == 1
     with pytest.raises(ValueError, match=rf"{name} in .*run\.json must be .*, got .*: the checkpoint is damaged"):
@@ -254,7 +252,7 @@ def test_a_resumed_run_may_compute_in_another_dtype_but_has_the_same_sizes():
     assert progress_of(Path("run.json"), written, config).step == 3
 
 
-def test_what_is_nested_too_deep_for_json_is_refused_when_it_is_saved():
+def test_more_that_is_nested_too_deep_for_json_is_refused_when_it_is_saved():
     more: dict[str, Any] = {}
     for _ in range(100_000):
         more = {"x": more}

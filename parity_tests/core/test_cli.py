@@ -176,7 +176,7 @@ def test_a_missing_reader_of_data_is_answered_with_its_extra(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("rich", ["exits at a broken pipe", "raises at a broken pipe"])
-def test_a_reader_that_has_seen_enough_is_no_mistake(rich: str):
+def test_a_reader_that_stops_early_causes_no_message(rich: str):
     code = "import sys; from rich.console import Console; from ring_attn_cli.main import main\n"
     code += "Console._check_buffer = Console._write_buffer\n" if rich.startswith("raises") else ""  # as before rich 13.8
     command = [sys.executable, "-c", f"{code}sys.stdin.read(); main()", "plan", "--ranks", "2", "--length", "64"]

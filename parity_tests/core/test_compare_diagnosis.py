@@ -125,7 +125,7 @@ def test_own_keys_only_is_named(layout: str):
     assert one(case, local).startswith("every rank attends to its own keys only")
 
 
-def test_noise_above_the_bound_is_no_other_scale():
+def test_noise_above_the_bound_is_not_explained_by_another_scale():
     noise = 3e-3 * np.random.default_rng(0).standard_normal((1, 61, 4, 16))
     case = Case(length=61, head_dim=16, dtype="bfloat16")
     assert one(case, lambda c, i, r: r | {"out": r["out"] + noise}) == "no known mistake explains the error of out"
@@ -160,7 +160,7 @@ def test_an_accumulator_of_bfloat16_is_named():
     assert said.startswith("bfloat16 where float32 was said"), said
 
 
-def test_a_mistake_that_nobody_has_met_is_not_explained():
+def test_an_unknown_mistake_is_not_explained():
     odd: Plant = lambda c, i, r: r | {"dk": r["dk"] * np.linspace(0.5, 1.5, c.length)[:, None, None]}
     assert one(CASE, odd) == "no known mistake explains the error of dk"
 

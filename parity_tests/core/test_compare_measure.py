@@ -32,14 +32,14 @@ def test_an_ulp_is_the_gap_between_two_numbers_of_the_dtype(dtype: str, gap: flo
     assert measure.largest_ulps(np.append(exact, gap), np.append(exact, 0), dtype) < 3  # what is 0 has no last place of its own
 
 
-def test_the_same_infinity_is_no_difference_and_another_one_is():
+def test_only_the_same_infinity_has_no_difference():
     exact = np.array([1.0, -np.inf])
     assert measure.largest_difference(exact, exact) == 0 and measure.largest_ulps(exact, exact, "float32") == 0
     for wrong in ([1.0, np.inf], [1.0, np.nan], [1.0, 0.0], [np.nan, -np.inf]):
         assert measure.largest_difference(np.array(wrong), exact) == np.inf
 
 
-def test_only_equal_bits_are_no_distance():
+def test_only_equal_bits_have_no_distance():
     x = np.array([1.0, 0.0], np.float32)
     assert measure.apart(x, x.copy()) == 0
     assert measure.apart(x, np.array([1.0, -0.0], np.float32)) > 0
@@ -58,7 +58,7 @@ def test_shards_come_together_as_they_were(layout: str):
     assert whole["dsinks"].tolist() == [4, 4] and whole["loss"] == 5
 
 
-def test_of_a_long_sequence_the_truth_is_that_of_the_first_heads(monkeypatch: pytest.MonkeyPatch):
+def test_the_truth_of_a_long_sequence_is_that_of_the_first_heads(monkeypatch: pytest.MonkeyPatch):
     case, oracle = Case(length=24, head_dim=8, batch=2, sinks=True, alibi=True, key_mask=True), ORACLES["attention"]
     given = oracle.inputs(case)
     whole = oracle.truth(case, given, given.cotangents)

@@ -32,7 +32,7 @@ def tried(monkeypatch):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_what_it_compiles_serves_calls_of_any_length_batch_and_heads(layout, ranks):
+def test_compiled_kernels_serve_calls_of_any_length_batch_and_heads(layout, ranks):
     compiled = {launch.specialization(90) for launch in kernels_of(problems(ModelAttention(), "sm_90", ranks, layout, "ring"))}
     for batch, local, heads, short in ((1, 130, 4, 0), (3, 4096, 64, 1), (2, 20_000, 32, 0), (1, 3000, 12, 1)):
         q, k = (batch, local, heads, 128), (batch, local, heads // 4, 128)

@@ -68,7 +68,7 @@ def test_json_has_every_field_and_what_it_leaves_out_has_its_default():
     assert TransformerConfig.from_json(json.dumps(SIZES)) == config
 
 
-def test_what_is_left_open_is_filled_in():
+def test_open_sizes_are_filled_in():
     config = TransformerConfig(**SIZES, rotary_base=5e5, windows=[3, None])
     assert (config.kv_heads, config.head_dim, config.hidden) == (4, 6, 64)
     assert config.rotary == Rotary(5e5)
@@ -103,7 +103,7 @@ def test_layers_differ_in_their_masks_and_rotary_embeddings():
         (None, "TransformerConfig is read from JSON"),
     ],
 )
-def test_json_that_is_no_config_is_refused(text, message):
+def test_json_that_is_not_a_config_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         TransformerConfig.from_json(text)
 

@@ -90,7 +90,7 @@ def test_a_copy_engine_brings_keys_early_and_takes_gradients_to_their_owner_mean
     assert seconds("push", load(2), busy).backward == 2 * 5 * work + 2.5 * work + 2 * shard
 
 
-def test_what_crosses_between_hosts_takes_the_network():
+def test_messages_between_hosts_take_the_network():
     wide = replace(PLAIN, network=1 / 64, links=((2, 64.0),))
     one, two = load(host_ranks=4), load(host_ranks=2)
     assert seconds("ring", one, wide).forward == 4 * 4 * 512

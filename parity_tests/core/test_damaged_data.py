@@ -14,7 +14,7 @@ from ..support.special_files import DEEP, KINDS, in_time, put
 
 @pytest.mark.parametrize("special", [kind for kind in KINDS if kind != "folder"])
 @pytest.mark.parametrize("name", ["0000.npy", "a.txt", "dangling.txt"])
-def test_what_is_no_regular_file_is_named_and_never_waited_for(special, name, tmp_path):
+def test_a_special_or_vanished_file_is_named_and_never_waited_for(special, name, tmp_path):
     corpus.write_arrays(tmp_path) if name.endswith("npy") else corpus.write_texts(tmp_path)
     if name.startswith("dangling"):
         (tmp_path / name).symlink_to(tmp_path / "nowhere")
@@ -27,7 +27,7 @@ def test_what_is_no_regular_file_is_named_and_never_waited_for(special, name, tm
 
 
 @pytest.mark.parametrize("special", KINDS)
-def test_a_tokenizer_or_lock_that_is_no_regular_file_is_named(special, tmp_path):
+def test_a_tokenizer_or_lock_that_is_a_special_file_is_named(special, tmp_path):
     corpus.write_texts(tmp_path / "data")
     put(special, tmp_path / "tokenizer.json")
     with in_time(), pytest.raises(ValueError, match=r"tokenizer.json' cannot be read"):

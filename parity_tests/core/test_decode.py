@@ -113,7 +113,7 @@ def test_the_kernels_compile_and_fit_into_shared_memory(call, capability):
     assert kernel.asm["ptx"].count("cp.async.cg") >= 8, "k and v are read ahead"
 
 
-def test_slots_are_no_part_of_a_compiled_kernel():
+def test_slots_are_not_part_of_a_compiled_kernel():
     pytest.importorskip("triton")
     from ring_attn_core.kernels.compile import compile_launch
     from ring_attn_core.kernels.portable.launches import decode as launch

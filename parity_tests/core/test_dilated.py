@@ -125,7 +125,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_what_does_not_fit_is_refused_in_words(wrong):
+def test_invalid_segments_and_dilations_are_refused_in_words(wrong):
     changes, message = wrong
     with pytest.raises(ValueError, match=re.escape(message)):
         lanes(replace(Case(), **changes))
@@ -147,7 +147,7 @@ def test_a_plan_has_the_steps_that_it_is_told():
 
 
 @pytest.mark.parametrize("steps", [(), (1,), (0, 2, 1), (0, 0), [0, 1], (0, 1.0), (0, True), 0, (0, 4)])
-def test_a_plan_refuses_steps_that_are_none(steps):
+def test_a_plan_refuses_invalid_steps(steps):
     with pytest.raises(ValueError, match="steps "):
         RingPlan("contiguous", full(), 4, 8, steps=steps)
 

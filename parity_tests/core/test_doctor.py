@@ -115,7 +115,7 @@ def test_on_another_gpu_auto_takes_the_portable_kernels(framework: str, capabili
     ],
     ids=("float32", "head_dim", "v_dim"),
 )
-def test_what_the_hopper_kernels_cannot_do_falls_to_the_portable_ones(
+def test_calls_that_hopper_kernels_cannot_run_fall_to_the_portable_ones(
     framework: str, arguments: tuple[str, ...], reason: str, pretend: Pretend
 ):
     pretend(framework, 90)
@@ -143,7 +143,7 @@ def test_tf32_runs_in_float32_and_auto_never_takes_it(framework: str, pretend: P
     ],
     ids=("float64", "head_dim", "v_dim", "capability"),
 )
-def test_what_the_kernels_cannot_do_falls_to_blockwise(
+def test_calls_that_the_kernels_cannot_run_fall_to_blockwise(
     framework: str, capability: int, arguments: tuple[str, ...], reason: str, pretend: Pretend
 ):
     pretend(framework, capability)

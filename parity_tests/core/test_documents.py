@@ -134,7 +134,7 @@ print(corpus.batches(Path(sys.argv[1])).state())
 """
 
 
-def test_of_many_processes_that_start_at_once_one_tokenises(tmp_path):
+def test_one_of_many_processes_that_start_at_once_tokenises(tmp_path):
     corpus.write_texts(tmp_path, (300_000,) * 8)
     command = [sys.executable, "-c", START, str(tmp_path)]
     started = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(6)]
@@ -145,7 +145,7 @@ def test_of_many_processes_that_start_at_once_one_tokenises(tmp_path):
     assert not list((tmp_path / ".ring-attn").glob(".writing-*"))
 
 
-def test_who_comes_while_another_tokenises_waits_for_its_lock(tmp_path):
+def test_a_process_waits_for_the_lock_of_another_that_tokenises(tmp_path):
     import fcntl
 
     corpus.write_texts(tmp_path)

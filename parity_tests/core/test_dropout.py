@@ -107,7 +107,7 @@ def test_the_numbers_of_a_word_overlap_by_a_byte():
 
 
 @pytest.mark.parametrize("rate", [2**-16, 1e-3, 0.1, 0.25, 0.3, 0.5, 0.9, 0.999])
-def test_what_two_of_a_word_share_correlates_them_by_1_in_256_at_most(rate):
+def test_the_shared_byte_of_two_numbers_correlates_them_by_1_in_256_at_most(rate):
     """Exactly, over all bytes: of the shared one, of that above it in the one number, of that below it in the other."""
     shared, other = np.arange(256)[:, None], np.arange(256)
     numbers = number(other << 24 | shared << 16, 0), number(shared << 16 | other << 8, 1)
@@ -131,7 +131,7 @@ def test_the_rate_is_rounded_to_sixteen_bits():
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-6, 0.1, 0.5, 0.999, 1 - 1e-12])
-def test_what_is_kept_is_scaled_up_by_the_share_that_is_kept(rate):
+def test_kept_probabilities_are_scaled_up_by_the_share_that_is_kept(rate):
     assert rescale(rate) * (2**16 - threshold(rate)) / 2**16 == 1
 
 

@@ -27,7 +27,7 @@ from ..support.selection import first
 from .hopper_launches import HOPPER, MEASURED, launches
 
 
-def test_every_module_of_kernels_is_imported_where_there_is_no_gpu():
+def test_every_module_of_kernels_is_imported_without_a_gpu():
     for module in pkgutil.walk_packages(kernels.__path__, kernels.__name__ + "."):
         importlib.import_module(module.name)
 
@@ -68,7 +68,7 @@ def test_longer_walks_of_the_hopper_backward_share_their_queries_among_fewer_hea
     ],
     ids=str,
 )
-def test_what_the_hopper_forward_refuses_the_portable_one_takes(change, reason):
+def test_the_portable_forward_takes_the_calls_that_hopper_refuses(change, reason):
     call = replace(HOPPER, **change)
     assert reason in str(refusal(call))
     assert steps.forward(call, True, True).kernel == "forward"
@@ -135,7 +135,7 @@ def test_warps_meet_as_often_with_every_triton(name):
     assert met == (1 if name.startswith("forward") else 3)
 
 
-def test_what_newer_tritons_have_undone_is_undone_in_every_product():
+def test_changes_of_newer_tritons_are_undone_in_every_product():
     """By the descriptors of ptx.py: all of them sums of 64 bits, and no factor copied before its product."""
     for name in ("forward 128, 1 runs", "backward 128, 1 runs"):
         ptx = compile_launch(launches()[name], 90).asm["ptx"]
@@ -191,7 +191,7 @@ def test_one_pass_takes_long_rows_and_heads_of_64(change):
     assert steps.in_one_pass(replace(HOPPER, **change))
 
 
-def test_what_hopper_refuses_the_portable_kernels_take_backward_too():
+def test_the_portable_kernels_take_the_calls_that_hopper_refuses_backward_too():
     assert {"dq", "dkv"} <= {x.kernel for x in steps.of_backward(replace(HOPPER, capability=80), 1)}
 
 

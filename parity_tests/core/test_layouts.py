@@ -73,6 +73,6 @@ def test_an_unknown_layout_is_refused_with_the_names_there_are(name):
 
 
 @pytest.mark.parametrize("rank", [-1, 4])
-def test_a_rank_that_is_none_is_refused(rank):
+def test_an_invalid_rank_is_refused(rank):
     with pytest.raises(ValueError, match=re.escape(f"rank={rank} is not one of 4 ranks: pass 0 to 3")):
         check_rank(rank, 4)

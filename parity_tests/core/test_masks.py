@@ -68,7 +68,7 @@ def test_a_window_as_flash_attn_takes_it_is_told_its_name(window: Any):
 
 @pytest.mark.parametrize("value", [1.5, "3", None, True])
 @pytest.mark.parametrize("name", ["before", "after", "offset"])
-def test_a_count_of_tokens_that_is_no_int_is_refused_by_name(name: str, value):
+def test_a_count_of_tokens_that_is_not_an_int_is_refused_by_name(name: str, value):
     with pytest.raises(ValueError, match=f"{name} counts token positions, so it must be an int, got {value!r}"):
         sliding_window(**{"before": 4, name: value})
 

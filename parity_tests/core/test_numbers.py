@@ -50,6 +50,6 @@ def test_numpy_scalars_reach_an_op_as_the_same_text():
 
 
 @pytest.mark.parametrize("wrong", [np.bool_(True), np.ones(2), np.float32(1.5), np.complex64(1)], ids=repr)
-def test_what_is_no_number_of_tokens_stays_refused(wrong):
+def test_an_invalid_number_of_tokens_stays_refused(wrong):
     with pytest.raises(ValueError, match="length must be int or None"):
         Options(length=wrong)

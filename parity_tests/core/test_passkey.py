@@ -46,6 +46,6 @@ def test_equal_arguments_give_equal_texts_and_seeds_numbers_and_depths():
         ({"length": 300, "digits": 1.5}, "digits of a passkey must be an int of at least 1, got 1.5"),
     ],
 )
-def test_what_makes_no_passkey_is_refused(arguments: dict, words: str):
+def test_invalid_arguments_of_passkey_are_refused(arguments: dict, words: str):
     with pytest.raises(ValueError, match=words):
         passkey(**arguments)

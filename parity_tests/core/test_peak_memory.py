@@ -43,7 +43,7 @@ def test_weights_and_moments_are_shared_by_all_gpus():
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-def test_what_blocks_keep_is_on_the_gpu_or_on_the_host(activations):
+def test_kept_arrays_of_blocks_are_on_the_gpu_or_on_the_host(activations):
     shallow, deep = (replace(shape("llama-8b"), depth=depth) for depth in (8, 9))
     training = replace(EIGHT, activations=activations)
     less, more = (peak_memory(config, training) for config in (shallow, deep))

@@ -145,7 +145,7 @@ def test_positions_are_a_permutation_and_padding_stands_last(layout: str, ranks:
         assert sorted(chain(*valid)) == list(range(plan.length))
 
 
-def test_shift_0_stays_even_where_nobody_sees_anything_at_it():
+def test_shift_0_stays_even_if_no_query_sees_a_key_at_it():
     plan = RingPlan("contiguous", sliding_window(0, offset=-4), ranks=3, seq_local=4)
     assert plan.shifts == (0, 1)
     assert [plan.area(rank, 0) for rank in range(3)] == [0, 0, 0]

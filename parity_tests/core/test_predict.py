@@ -82,7 +82,7 @@ def test_units_are_powers_of_two(text, count):
 
 
 @pytest.mark.parametrize("text", ["", "10X", "1.5M", "M", "1e6"])
-def test_a_length_that_is_no_number_is_refused(text):
+def test_a_length_that_is_not_a_number_is_refused(text):
     with pytest.raises(ValueError, match="is not a number of tokens such as 8192, 128K or 10M"):
         tokens(text)
     assert plan("--gpus", "4", "--length", text).exit_code == 2

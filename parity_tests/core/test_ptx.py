@@ -58,7 +58,7 @@ def test_a_descriptor_is_one_sum_right_before_its_product():
         "signed",
     ],
 )
-def test_what_is_not_exactly_such_a_sum_is_left_alone(old, new):
+def test_any_other_sum_is_left_alone(old, new):
     text = OF_39.replace(old, new)
     assert text != OF_39
     assert as_before(text) == text
@@ -102,7 +102,7 @@ def test_triton_is_asked_to_do_so_for_as_long_as_somebody_compiles(monkeypatch):
     assert not ptx._threads
 
 
-def test_an_assembler_that_is_not_there_is_none(monkeypatch):
+def test_a_missing_assembler_gives_none(monkeypatch):
     class Nothing:
         @property
         def ptxas(self):

@@ -93,6 +93,6 @@ def test_a_factor_of_1_changes_nothing(scaling):
         (lambda: layer_rotaries([1e4, "far"], 2), "rotary must be Rotary.*, got 'far'"),  # type: ignore[arg-type]
     ],
 )
-def test_what_fits_no_rotary_embedding_is_refused(make, message):
+def test_invalid_rotary_embeddings_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

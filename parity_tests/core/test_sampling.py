@@ -31,7 +31,7 @@ def test_at_temperature_0_nothing_is_drawn_so_top_k_and_top_p_are_refused(kept):
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, -1, -(10**400), 10**400], ids=brief)
-def test_what_is_no_share_or_no_temperature_is_refused(number):
+def test_an_invalid_share_or_temperature_is_refused(number):
     with pytest.raises(ValueError, match="top_p must be a number above 0"):
         Sampling(1.0, top_p=number)
     if number != 10**400:

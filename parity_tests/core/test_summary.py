@@ -69,7 +69,7 @@ def test_every_summarized_token_is_pooled_by_the_rank_that_holds_it_and_by_no_ot
         assert not [tokens for place, tokens in parts.items() if place not in used and tokens]
 
 
-def test_what_travels_beyond_the_window_are_summaries():
+def test_only_summaries_travel_beyond_the_window():
     """1,048,576 tokens on 8 ranks, a window of 4,096, blocks of 64: a hundredth of what a ring sends."""
     plan = SummaryPlan(SummaryOptions(block=64, window=4096), 8, 2**17)
     sent = plan.bytes_sent(1, 8, (128, 128), 2)

@@ -245,7 +245,7 @@ def test_a_resumed_log_loses_what_came_after_the_checkpoint(tmp_path: Path):
     assert told == ["step"] * 5
 
 
-def test_what_another_config_changes_is_told_key_by_key():
+def test_changes_of_a_config_are_told_key_by_key():
     before, now = Config(), Config(steps=300, out="elsewhere", optimizer=Optimizer(clip=0.5))
     assert differences(before.to_dict(), now.to_dict()) == ["optimizer.clip was 1.0 and is 0.5", "steps was 200 and is 300"]
 

@@ -163,7 +163,7 @@ def test_a_mask_leaves_the_label_out_and_a_weight_of_zero_keeps_it():
         ([-1, 0], [2**31 - 1, 1], "row 0 of the tree has 2147483648 tokens, and positions are int32: pass at most 2147483647"),
     ],
 )
-def test_what_is_no_tree_is_refused(parents: Any, lengths: Any, message: str):
+def test_an_invalid_tree_is_refused(parents: Any, lengths: Any, message: str):
     with pytest.raises(ValueError, match=message):
         tree_extents(parents, lengths)
 
@@ -212,6 +212,6 @@ class Weight:
         ({"rollouts": [[1, 2]], "loss_masks": [[0, 0.5]]}, r"loss_masks\[0\] must hold True or False"),
     ],
 )
-def test_what_are_no_rollouts_is_refused(arguments: dict[str, Any], message: str):
+def test_invalid_rollouts_are_refused(arguments: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         pack_rollouts(**arguments)

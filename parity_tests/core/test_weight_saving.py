@@ -60,7 +60,7 @@ def test_the_index_counts_the_bytes_of_all_files(tmp_path, monkeypatch):
     assert [index["weight_map"][name] for name in "abcd"] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3, 3)]
 
 
-def test_who_may_read_the_folder_may_read_its_weights(tmp_path):
+def test_readers_of_the_folder_may_read_its_weights(tmp_path):
     def private(arrays: Any, path: Path, header: Any) -> None:
         path.write_bytes(b"")
         path.chmod(0o600)
@@ -75,7 +75,7 @@ def test_who_may_read_the_folder_may_read_its_weights(tmp_path):
 
 @pytest.mark.parametrize("which", [1, 2, 3])
 @pytest.mark.parametrize("before", [False, True], ids=["first", "second"])
-def test_where_folders_cannot_be_renamed_nothing_is_lost(tmp_path, monkeypatch, before, which):
+def test_nothing_is_lost_if_folders_cannot_be_renamed(tmp_path, monkeypatch, before, which):
     """As on object stores, and where a rename fails only from some call on, so that the old folder cannot be brought back."""
     if before:
         save(tmp_path / "w", 1.0)
@@ -208,7 +208,7 @@ def test_a_save_waits_for_another_and_then_replaces_it(tmp_path):
     assert value(tmp_path / "w") == 2.0
 
 
-def test_a_lock_that_a_kill_left_behind_holds_nobody_up(tmp_path):
+def test_the_lock_of_a_killed_save_does_not_hold_up_the_next(tmp_path):
     (tmp_path / weight_saving.LOCK.format("w")).write_text("")
     save(tmp_path / "w", 1.0)
     assert [path.name for path in tmp_path.iterdir()] == ["w"]

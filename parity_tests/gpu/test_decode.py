@@ -76,7 +76,7 @@ def test_the_pairs_of_several_ranks_are_merged_into_the_whole(shape, ranks):
 
 
 @pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
-def test_what_stands_in_slots_that_no_query_sees_changes_no_bit(shape):
+def test_unseen_slots_do_not_change_the_output(shape):
     problem = Problem(shape)
     mine, other = on_torch(problem), on_torch(problem.with_other_unseen())
     assert all(np.array_equal(x, y) for x, y in zip(mine, other, strict=True))

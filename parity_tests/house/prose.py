@@ -1,5 +1,5 @@
-"""Find prose that breaks the house's rules: docstrings and errors of the packages and of parity_tests, pages, and the
-changelog.
+"""Find prose that breaks the house's rules: docstrings and errors of the packages and of parity_tests, names of tests, pages,
+and the changelog.
 
     python -P parity_tests/house/prose.py [path ...]    print the findings below these paths, or all of them
 
@@ -61,11 +61,11 @@ def _pages() -> Iterator[Path]:
 
 
 def _of_code(file: Path) -> Iterator[tuple[str, str]]:
-    for name, text in _docstrings_of(file):
-        for rule in judged(text):
-            yield name, rule
-    for text in raised(ast.parse(file.read_text(encoding="utf-8"))):
-        yield from ((f"error {' '.join(text.split()[:6])}", rule) for rule in banned(text))
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    yield from ((name, rule) for name, text in _docstrings_of(file) for rule in judged(text))
+    yield from ((f"error {' '.join(text.split()[:6])}", rule) for text in raised(tree) for rule in banned(text))
+    tests = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    yield from ((name, f"the name, as a sentence, {rule}") for name in tests for rule in judged(name))
 
 
 @cache
@@ -93,7 +93,8 @@ def _text(node: Any) -> str | None:
 
 
 def judged(text: str) -> Iterator[str]:
-    """Yield the rules that a docstring breaks."""
+    """Yield the rules that a docstring breaks, or the name of a test that is read as a sentence."""
+    text = text.removeprefix("test_").replace("_", " ").capitalize() if text.startswith("test_") else text
     sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z`])", " ".join(re.sub(r"(?m)^    .*$", "", text).split()))
     first, later = sentences[0], sentences[1:]
     if len(first.split()) > WORDS_OF_A_FIRST_SENTENCE:

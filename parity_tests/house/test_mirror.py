@@ -156,6 +156,6 @@ def test_decisions_and_their_compilation_are_the_same_text():
 
 
 @pytest.mark.parametrize("package", [jax_package, torch_package], ids=["jax", "torch"])
-def test_a_rank_that_is_none_is_refused(package):
+def test_an_invalid_rank_is_refused(package):
     with pytest.raises(ValueError, match="rank=-1 is not one of 2 ranks"):
         package.positions("zigzag", 2, 9, -1)

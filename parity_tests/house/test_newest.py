@@ -13,7 +13,7 @@ FREEZE = (
 )
 
 
-def test_what_pip_has_found_is_reported_beside_the_pins():
+def test_the_versions_that_pip_finds_are_reported_beside_the_pins():
     pinned = newest.pins("# a comment==1\ntorch==2.15.0\nabsl-py==2.5.1\ntoolz==1.2.0\n")
     found = newest.pins(FREEZE)
     assert found == {"torch": "2.16.0", "Jinja2": "3.2.0", "absl-py": "2.5.1"}

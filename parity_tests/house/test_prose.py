@@ -37,6 +37,8 @@ def test_paths_are_found_in_a_sentence():
         ("Return the ranks. A rank that is no member is left out.", "is no, are no"),
         ("Return " + "the sum of " * 9 + "all.", "more than 25 words"),
         ("Return the keys that nobody sees.", "nobody, whoever"),
+        ("test_what_does_not_fit_is_refused", "begins with What"),
+        ("test_a_rank_that_is_none_is_refused", "is none, are none"),
     ],
 )
 def test_a_sentence_that_breaks_a_rule_is_found(text: str, rule: str):

@@ -182,7 +182,7 @@ def test_a_function_made_again_is_the_same():
         ({"mask": jnp.ones((1, 1, 1, 8, 8))}, r"mask must broadcast against .*, got \[1, 1, 1, 8, 8\]"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(arguments, words):
+def test_unsupported_arguments_are_refused_by_name(arguments, words):
     with pytest.raises(ValueError, match=words):
         attention_fn(mesh=mesh_of(2))(*qkv(1), **arguments)
 

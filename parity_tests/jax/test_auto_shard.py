@@ -72,7 +72,7 @@ def test_every_device_holds_its_part_of_rows_and_tokens():
     assert shard.sharding.shard_shape(shard.shape) == (1, 10)
 
 
-def test_what_does_not_fit_is_refused():
+def test_unfitting_ids_and_meshes_are_refused():
     ids = jnp.ones((2, 8), jnp.int32)
     mesh = jax.make_mesh((4, 2), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
     whole = RingTransformer(**SIZES, mesh=mesh_of(1), auto_shard=True, rngs=nnx.Rngs(0))

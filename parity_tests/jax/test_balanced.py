@@ -112,7 +112,7 @@ def test_fifty_batches_of_other_documents_compile_once():
         ({"layout": TracedLayout.of(balanced_layout((40,), 2))}, "a shard of this layout has 20 tokens on each"),
     ],
 )
-def test_what_a_traced_layout_does_not_run_is_refused_by_name(options: dict[str, Any], message: str):
+def test_unsupported_calls_with_a_traced_layout_are_refused_by_name(options: dict[str, Any], message: str):
     q = jnp.zeros((1, 32, 4, 8))
     given: Any = {"layout": TracedLayout.of(OF_TWO)} | options
     attention = jax.shard_map(partial(ring_attention, **given), mesh=mesh_of(2), in_specs=SEQ, out_specs=SEQ)

@@ -124,7 +124,7 @@ def prefilled(cache: KVCache, lengths: Any = None, dtype: Any = jnp.float32, **a
         (lambda cache: cache.append(2, *[jnp.ones((2, 1, 2, 8))] * 2, cache.step()), "layer=2 is not one of the cache's 2"),
     ],
 )
-def test_what_does_not_fit_is_refused_when_it_is_traced(call, message):
+def test_invalid_arguments_are_refused_when_they_are_traced(call, message):
     with pytest.raises(ValueError, match=message):
         on_ring(lambda cache: call(cache) and cache, small())
 

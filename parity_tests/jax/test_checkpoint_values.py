@@ -82,7 +82,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_what_a_variable_holds_comes_back_in_its_type(name: str, tmp_path):
+def test_the_value_of_a_variable_comes_back_in_its_type(name: str, tmp_path):
     one, other = (Holder(x=nnx.Variable(x), w=nnx.Param(jnp.full(2, i, jnp.float32))) for i, x in enumerate(VALUES[name]))
     resumed(tmp_path, (one,), (other,))
     assert_same((one,), (other,))
@@ -154,7 +154,7 @@ def test_a_number_where_a_text_was_saved_is_refused(tmp_path):
         resumed(tmp_path, (one,), (other,))
 
 
-def test_sown_intermediates_are_no_part_of_a_checkpoint(tmp_path):
+def test_sown_intermediates_are_not_part_of_a_checkpoint(tmp_path):
     one, other = (Holder(map=nnx.Linear(2, 2, rngs=nnx.Rngs(seed))) for seed in range(2))
     one.y = nnx.Intermediate((jnp.ones(3),))
     resumed(tmp_path, (one,), (other,))

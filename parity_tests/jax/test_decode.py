@@ -59,7 +59,7 @@ def decode(given: dict[str, Any], **options: Any) -> Any:
     return jax.jit(ring, compiler_options=QUICK)(given)
 
 
-def test_what_is_no_array_is_refused():
+def test_q_positions_that_are_not_an_array_are_refused():
     with pytest.raises(ValueError, match="q_positions must be an array, got None"):
         jax.shard_map(
             lambda q, k, v, at: tree_attention_decode(q, k, v, q_positions=None, k_positions=at),

@@ -172,7 +172,7 @@ HEADS[:, 1, :, 3] = False
         ({"mask": jnp.ones((2, 1, 8, 7))}, r"mask must broadcast against \[1, 2, 8, 8\], .*, got \[2, 1, 8, 7\]"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(arguments, words):
+def test_unsupported_arguments_are_refused_by_name(arguments, words):
     with pytest.raises(ValueError, match=words):
         dilated_attention_fn(mesh=mesh_of(2), **TWO)(*qkv(1), **arguments)
 

@@ -78,7 +78,7 @@ def test_three_hundred_calls_are_exact_or_refused_by_name(ranks, seeds):
 
 
 @pytest.mark.parametrize("seeds", first([range(6), ALL], 1, 1, "campaign"), ids=len)
-def test_what_it_is_compared_with_is_jaxs_own(seeds):
+def test_our_exact_results_are_those_of_jaxs_own_function(seeds):
     """To its own computed bound, in float32."""
     for seed in seeds:
         call, _, is_traced = draw(seed, None)

@@ -16,7 +16,7 @@ LENGTH = 13
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_what_all_ranks_compute_alike_counts_once_where_jax_knows_it(check_vma):
+def test_gradients_that_all_ranks_compute_alike_count_once_if_jax_knows_it(check_vma):
     x = np.random.default_rng(4).standard_normal((3, LENGTH, 2, 3), np.float32)
     shards = to_layout(jnp.asarray(x), "zigzag", 4)
     objective = lambda x: jnp.sin(gather(x, length=LENGTH)).sum() + jnp.sin(gather_token(x, length=LENGTH)).sum()

@@ -187,7 +187,7 @@ def test_logits_of_chunks_and_steps_are_the_whole_forwards_whatever_stands_where
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD)
-def test_what_does_not_fit_is_refused(changes, message):
+def test_invalid_arguments_of_generate_are_refused(changes, message):
     with jax.enable_x64(True), pytest.raises(ValueError, match=message):
         model_of("features").generate(**call(**changes))
 
@@ -227,7 +227,7 @@ NO_CACHE = r"cache must be a KVCache, got .*: make one with KVCache.make\(model.
     ("kept", "message"),
     [(None, NO_CACHE), ({}, NO_CACHE), ("of one device", "the model's ring is 2 ranks along 'seq', and the cache's 1")],
 )
-def test_what_is_no_cache_or_one_of_another_mesh_is_refused(kept, message):
+def test_an_invalid_cache_or_one_of_another_mesh_is_refused(kept, message):
     model = model_of("features", 2, "float32")
     kept = KVCache.make(model.config, 1, 24, dtype="float32", mesh=mesh_of(1)) if kept == "of one device" else kept
     for function in (decode_step, prefill_prompts):

@@ -182,7 +182,7 @@ def test_it_is_exported_for_cuda_from_a_cpu(monkeypatch):
 
 @needs_plugin
 @pytest.mark.usefixtures("uncompiled")
-def test_what_was_traced_for_one_gpu_is_not_used_for_another():
+def test_a_trace_for_one_gpu_is_not_used_for_another():
     """JAX keeps the traces of a function, and sharded_ring_attention its jitted function."""
     mesh = jax.make_mesh((1,), ("seq",), axis_types=(AxisType.Auto,))
     attention = jax.jit(lambda q, k, v: sharded_ring_attention(q, k, v, mesh=mesh))
@@ -214,7 +214,7 @@ def test_without_tma_descriptors_hopper_is_refused_by_name_and_auto_takes_the_po
     assert {each.kernel for each in launched} == {"forward"}
 
 
-def test_what_is_no_compute_capability_is_refused():
+def test_an_invalid_compute_capability_is_refused():
     with pytest.raises(ValueError, match=r"90 for 9\.0, got 9"), compile_for(9):
         pass
 

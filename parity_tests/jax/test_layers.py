@@ -17,7 +17,7 @@ from ..support.models import TRANSFORMER
 from .ring import mesh_of
 
 
-def test_ids_that_are_no_integers_and_a_loss_without_a_ring_are_refused():
+def test_ids_that_are_not_integers_and_a_loss_without_a_ring_are_refused():
     with pytest.raises(ValueError, match=r"ids must be integers \[batch, tokens\], got float32 \[2, 4\]"):
         RingTransformer(**TRANSFORMER, mesh=mesh_of(1), rngs=nnx.Rngs(0))(jnp.ones((2, 4)))
     with pytest.raises(ValueError, match="'seq' is not a mesh axis here: call loss inside"):

@@ -52,7 +52,7 @@ def test_whole_arrays_on_a_mesh_keep_their_sharding(types):
 
 
 @pytest.mark.parametrize("strange", [np.full((1, 2), 2**32 - 100, np.uint32), np.array([[2**32, -(2**32)]])])
-def test_a_label_beyond_int32_is_no_other_label(strange):
+def test_a_label_beyond_int32_does_not_become_another_label(strange):
     logits = jnp.ones((1, 2, 3))
     assert np.isnan(token_log_probs(logits, strange)).all()
     assert np.isnan(loss(logits, strange, axis_name=None))

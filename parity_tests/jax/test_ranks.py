@@ -51,7 +51,7 @@ def everything() -> dict[str, Any]:
     }
 
 
-def test_what_is_equal_passes():
+def test_equal_values_pass():
     check_ranks(everything())
     check_ranks(nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0))))
 
@@ -95,7 +95,7 @@ def test_copies_that_differ_are_named_with_their_devices(case):
         check_ranks({"same": copies([NAN] * 4), "x": make()})
 
 
-def test_of_a_sharded_array_the_devices_that_hold_one_part_are_compared():
+def test_the_devices_that_hold_one_part_of_a_sharded_array_are_compared():
     mesh = jax.make_mesh((2, 2), ("data", "seq"), devices=jax.devices()[:4])
     sharding = NamedSharding(mesh, PartitionSpec("seq"))
 
@@ -125,7 +125,7 @@ NOT_COMPARED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", NOT_COMPARED)
-def test_what_cannot_be_compared_is_refused(case):
+def test_incomparable_values_are_refused(case):
     make, message = NOT_COMPARED[case]
     with pytest.raises(ValueError, match=f"^{message}"):
         check_ranks(make())
@@ -148,7 +148,7 @@ def test_a_donated_array_is_refused():
         check_ranks({"w": x})
 
 
-def test_what_has_no_copies_is_not_read():
+def test_arrays_without_copies_are_not_read():
     alone = {"sharded": copies([np.full(2, n) for n in range(4)], PartitionSpec("seq")), "here": jnp.ones(2), "seed": 3}
     with patch.object(np, "asarray", side_effect=AssertionError("read")):
         check_ranks(alone)

@@ -27,7 +27,7 @@ def test_a_copy_of_a_request_knows_which_rank_holds_its_tokens():
     assert cache.positions.tolist() == held["positions"]
 
 
-def test_of_a_chunk_longer_than_the_slots_the_last_tokens_stay_one_in_each_slot():
+def test_the_last_tokens_of_a_chunk_longer_than_the_slots_stay_one_in_each_slot():
     spec = CacheSpec.of(SIZES, 1, None, 1, dtype="float32", window=3, room=3)
     nothing = jnp.zeros((1, 1), jnp.int32)
     held = CachedRequests(jnp.full((1, spec.slots), -1, jnp.int32), nothing, nothing[0], spec, jnp.int32(0))

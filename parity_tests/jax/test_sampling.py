@@ -63,14 +63,14 @@ def test_it_is_a_request_of_its_number_and_not_its_row_also_where_all_is_traced(
 
 
 @pytest.mark.parametrize("bits", [0, 2**32 - 1])
-def test_whatever_bits_are_drawn_the_noise_is_finite(bits, monkeypatch):
+def test_the_noise_is_finite_for_the_least_and_the_greatest_bits(bits, monkeypatch):
     monkeypatch.setattr(drawing, "words", lambda *_: jnp.full((1, 3), bits, jnp.uint32))
     at = jnp.zeros(1, jnp.int32)
     assert jnp.isfinite(drawing.gumbel(Sampling(1.0).parameters, at, at, jnp.arange(3)[None], jnp.float32)).all()
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "seed"])
-def test_what_must_be_known_when_it_is_traced_is_refused_by_name(name):
+def test_traced_values_of_static_arguments_are_refused_by_name(name):
     options = {"temperature": 1.0, "positions": [0]}
     with pytest.raises(ValueError, match=f"{name} is traced, .*: make it a static argument of jit"):
         jax.jit(lambda x: sample(jnp.ones((1, 5)), **options | {name: x}))(1)

@@ -47,7 +47,7 @@ def test_batch_and_heads_may_be_sharded_too():
     np.testing.assert_allclose(out[:, : case.length], case.expected.out, rtol=0, atol=2e-6)
 
 
-def test_what_is_no_array_is_refused_and_a_call_outside_a_shard_map():
+def test_arguments_that_are_not_arrays_and_a_call_outside_a_shard_map_are_refused():
     arrays, options = refused({})
     for name, what in (("q", "q, k and v"), ("pool", "pool")):
         with pytest.raises(ValueError, match=f"{what} must be .*array.*, got list"):

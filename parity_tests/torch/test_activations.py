@@ -117,7 +117,7 @@ def test_two_forward_passes_keep_apart_what_they_keep():
 
 
 @pytest.mark.parametrize("activations", LITTLE)
-def test_nothing_is_kept_where_nobody_wants_gradients(activations):
+def test_nothing_is_kept_without_gradients(activations):
     model, ids, _ = small(activations)
     with torch.no_grad(), patch.object(OffloadedTensors, "put") as put, patch.object(autograd, "Eager") as eager:
         model(ids)
@@ -184,7 +184,7 @@ def test_a_block_is_fetched_before_the_one_after_it_is_computed_again():
     assert most <= 2 * offload.ON_THEIR_WAY
 
 
-def test_what_was_offloaded_is_given_up_without_the_garbage_collector():
+def test_offloaded_arrays_are_given_up_without_the_garbage_collector():
     model, ids, labels = small("offload")
     pages: list[weakref.ref] = []
     put = OffloadedTensors.put
@@ -248,7 +248,7 @@ def beside(device: torch.device) -> Iterator[tuple[Any, Any]]:
         yield SimpleNamespace(wait_event=lambda late: late.wait()), SimpleNamespace(record_event=lambda: late)
 
 
-def test_nobody_uses_what_is_not_yet_copied(monkeypatch):
+def test_arrays_are_not_used_before_they_are_copied(monkeypatch):
     monkeypatch.setattr(offload, "_beside", beside)
     x, host = torch.randn(2, 5, 7), OffloadedTensors()
     kept = x.clone()

@@ -197,7 +197,7 @@ def exchanges(group, differentiated):
     return counts
 
 
-def test_repeated_offsets_ask_nobody_and_those_on_the_device_are_not_compared(gloo):
+def test_repeated_offsets_ask_no_rank_and_those_on_the_device_are_not_compared(gloo):
     gloo(2, offsets)
 
 
@@ -221,7 +221,7 @@ def test_a_window_below_zero_is_refused_when_it_is_made(before, after):
         sliding_window(before, after)
 
 
-def test_a_group_that_is_none_is_refused():
+def test_an_invalid_group_is_refused():
     with pytest.raises(ValueError, match="group must be a ProcessGroup"):
         ring_attention(**shards(), group="everyone")
 
@@ -240,7 +240,7 @@ def in_two_lives(group):
     return shapes
 
 
-def test_whoever_comes_after_the_others_gave_up_is_told_so(gloo):
+def test_a_rank_that_comes_after_the_others_gave_up_is_told_so(gloo):
     results = gloo.outcomes(2, one_comes_late)
     assert "rank 1 did not come" in str(results[0])
     assert "came too late: rank 0" in str(results[1])

@@ -112,7 +112,7 @@ def masked_on_one_rank(group: Group) -> np.ndarray:
         (((2, 7), (7,)), r"^rank 1: ids must be integers \[batch, tokens\], .*, got torch.int64 \[7\]"),
     ],
 )
-def test_what_does_not_fit_is_refused_on_all_ranks(gloo, inputs, message):
+def test_unfitting_ids_are_refused_on_all_ranks(gloo, inputs, message):
     gloo.refuse(message, 2, called_on_rank, PerRank(*inputs))
 
 

@@ -84,7 +84,7 @@ def prefilled(cache: KVCache, layout: str | None = "zigzag", heads: int = 4, **a
         (lambda cache: prefilled(cache, backend="spiral"), "spiral"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_changes_nothing(call, message):
+def test_invalid_calls_are_refused_and_change_nothing(call, message):
     cache = filled(small(), 6)
     before = snapshot(cache)
     with pytest.raises(ValueError, match=message):
@@ -200,7 +200,7 @@ def test_a_full_cache_takes_a_captured_step_of_no_token_and_counts_of_each_reque
         cache.step()
 
 
-def test_what_the_host_counts_too_much_is_corrected_before_a_cache_is_called_full():
+def test_too_high_counts_of_the_host_are_corrected_before_a_cache_is_called_full():
     cache = small(capacity=6)
     none = torch.zeros(2, 2, dtype=torch.bool)
     for _ in range(5):

@@ -55,7 +55,7 @@ def test_outside_it_another_mask_passes_unnoticed(gloo):
     assert gloo(2, after_all_were_seen, another_mask, False) == [(1, 4, 2, 8)] * 2
 
 
-def test_it_ends_with_its_block_and_asks_nobody_afterwards(gloo):
+def test_it_ends_with_its_block_and_asks_no_rank_afterwards(gloo):
     gloo(2, inside_and_outside)
 
 
@@ -69,6 +69,6 @@ def inside_and_outside(group):
         call(group)
 
 
-def test_a_ring_of_one_has_nobody_to_ask():
+def test_a_ring_of_one_asks_no_other_rank():
     with check_every_call():
         assert call(None) == (1, 4, 2, 8)

@@ -65,7 +65,7 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path):
     assert_equal(run(tmp_path, seed=1), run(None))
 
 
-def test_what_was_saved_is_what_there_was_when_save_was_called(tmp_path):
+def test_a_checkpoint_holds_the_weights_at_the_time_of_the_call_of_save(tmp_path):
     model, optimizer = made()
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.resume(model, optimizer) is None

@@ -113,7 +113,7 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("case", WEIGHTS)
-def test_what_one_rank_cannot_save_all_refuse_at_once(case: str, gloo, tmp_path):
+def test_all_ranks_refuse_at_once_weights_that_one_cannot_save(case: str, gloo, tmp_path):
     folder = tmp_path / "weights"
     if case == "folder":
         (tmp_path / "file").write_text("")

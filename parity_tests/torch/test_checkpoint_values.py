@@ -114,7 +114,7 @@ def test_values_that_a_state_dict_copies_come_back(tmp_path):
     assert torch.equal(other[0].weight, one[0].weight)  # type: ignore[arg-type]
 
 
-def test_what_is_not_a_module_is_refused(tmp_path):
+def test_a_model_that_is_not_a_module_is_refused(tmp_path):
     model: Any = nn.Linear(2, 2).state_dict()
     with pytest.raises(
         ValueError, match=r"model must be a torch\.nn\.Module, got OrderedDict: several fit into an nn\.ModuleDict"

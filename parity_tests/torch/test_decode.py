@@ -92,7 +92,7 @@ def with_few_slots(group, problem):
     return as_numpy(tree_attention_decode(**arrays | cut, group=group, return_lse=True))
 
 
-def test_a_repeated_call_asks_nobody(gloo):
+def test_a_repeated_call_asks_no_other_rank(gloo):
     gloo(2, repeated)
 
 
@@ -182,6 +182,6 @@ def one_wrong(group, changed):
         ((torch.ones(1, 2, 3, 4, requires_grad=True), torch.ones(1, 2, 3)), "merge_ring is for inference"),
     ],
 )
-def test_merging_over_the_ring_refuses_what_is_no_pair(pair, message):
+def test_merging_over_the_ring_refuses_an_invalid_pair(pair, message):
     with pytest.raises(ValueError, match=message):
         merge_ring(pair)

@@ -107,7 +107,7 @@ def test_many_small_probabilities_count_in_float16_too(interpreter, fp8):
     assert abs(weight * (1 + others) / others - 1) < 2**-9
 
 
-def test_what_stands_in_slots_that_no_query_sees_changes_no_bit(interpreter):
+def test_unseen_slots_do_not_change_the_output(interpreter):
     problem = Problem(replace(PLAIN, queries=5, slots=61, features=ALL))
     mine, other = interpreter(1, in_interpreter, [problem, problem.with_other_unseen()], 90)[0]
     assert all(np.array_equal(x, y) for x, y in zip(mine, other, strict=True))

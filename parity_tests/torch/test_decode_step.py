@@ -17,7 +17,7 @@ from .models import Group
 from .test_generate import message_of, model_of
 
 
-def test_what_is_no_cache_is_refused_on_every_rank(gloo):
+def test_an_invalid_cache_is_refused_on_every_rank(gloo):
     first, second = gloo(2, no_cache_on_rank)
     assert first == second
     for got, what in zip(first, ("rank 0: ", "rank 0: ", "rank 1: ", "rank 1: "), strict=True):

@@ -242,7 +242,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_a_ring_cannot_honour_is_refused_by_name(name: str):
+def test_unsupported_arguments_are_refused_by_name(name: str):
     given, message = CALLS[name]
     x = torch.ones(2, 6, 2, 8)
     config = parallel_config(None, ring_degree=2)

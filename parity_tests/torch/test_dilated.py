@@ -76,7 +76,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_what_one_rank_gets_wrong_all_ranks_refuse_alike(gloo, wrong):
+def test_all_ranks_refuse_alike_the_mistakes_of_one(gloo, wrong):
     arguments, message = wrong
     got = gloo(3, refused, PerRank(0, 1, 2), arguments)
     assert set(got) == {got[0]}

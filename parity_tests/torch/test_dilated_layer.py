@@ -142,7 +142,7 @@ def test_inputs_that_do_not_fit_are_refused():
         module([x], x, x)
 
 
-def test_what_one_rank_refuses_all_refuse(gloo):
+def test_all_ranks_refuse_a_mask_or_segments_that_one_refuses(gloo):
     for mine, words in ((TWO, "attn_mask adds numbers other than 0"), (WHOLE, "the ranks of this ring disagree on segments")):
         masks = PerRank(torch.zeros(8, 8), torch.zeros(8, 8) + (mine is TWO))
         gloo.refuse(words, 2, called_on_rank, masks, PerRank(mine, TWO))

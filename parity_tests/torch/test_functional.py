@@ -59,7 +59,7 @@ def test_three_hundred_calls_are_exact_or_refused_by_name(gloo, name, ranks):
 
 @pytest.mark.parametrize("name", ["scaled_dot_product_attention", "flex_attention"])
 @pytest.mark.parametrize("seeds", first([SOME, ALL], 1, 1, "campaign"), ids=len)
-def test_what_they_are_compared_with_is_torchs_own(monkeypatch, name, seeds):
+def test_our_exact_results_are_those_of_torchs_own_functions(monkeypatch, name, seeds):
     """To float64, so that our own bound is one of the distance to torch."""
     monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)  # it compiles once a shape
     for seed in seeds:

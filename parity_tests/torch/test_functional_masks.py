@@ -134,7 +134,7 @@ def test_a_block_mask_whose_blocks_and_mask_mod_disagree_is_refused():
 
 
 @pytest.mark.parametrize("mask_mod", ["causal", 3, lambda b, h, i, j: i >= j])
-def test_what_is_no_block_mask_is_refused(mask_mod):
+def test_an_invalid_block_mask_is_refused(mask_mod):
     with pytest.raises(ValueError, match="block_mask must be a BlockMask"):
         functional.flex_attention(*drawn(1, 1, 4, 4), block_mask=mask_mod)
 

@@ -79,7 +79,7 @@ REFUSED = [
 ]
 
 
-def test_what_a_ring_lacks_is_refused_by_name_on_every_rank(gloo):
+def test_arguments_that_a_ring_lacks_are_refused_by_name_on_every_rank(gloo):
     for messages in gloo(2, refusals):
         for (function, _, given), message in zip(REFUSED, messages, strict=True):
             assert f"functional.{function} got {next(iter(given))}, which it does not have over a ring" in message

@@ -81,7 +81,7 @@ def test_the_functions_of_flash_attn_compile_whole():
         torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(*qkv), call(*qkv))
 
 
-def test_what_torch_compile_hides_is_refused_by_name():
+def test_arguments_that_torch_compile_hides_are_refused_by_name():
     qkv, mask = drawn(1, 2, 5, 4), torch.ones(5, 5, dtype=torch.bool)
     block_mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 5, 5, "cpu")
     compiled = partial(torch.compile, backend="eager", fullgraph=True)
@@ -121,7 +121,7 @@ def test_tokens_after_the_last_document_have_out_0_and_change_nothing():
     assert torch.equal(before[9:], torch.zeros(3, 2, 8))
 
 
-def test_what_is_no_aux_request_is_refused():
+def test_an_invalid_aux_request_is_refused():
     with pytest.raises(ValueError, match="return_aux must be an AuxRequest, got True"):
         functional.flex_attention(*drawn(1, 1, 4, 4), return_aux=True)
 

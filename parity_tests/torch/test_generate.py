@@ -183,7 +183,7 @@ def message_of(function: Any) -> str:
     return ""
 
 
-def test_what_does_not_fit_is_refused_in_the_same_words_on_every_rank(gloo):
+def test_invalid_arguments_of_generate_are_refused_in_the_same_words_on_every_rank(gloo):
     first, second = gloo(2, errors_on_rank)
     assert first == second
     expected = [message for _, message in (*BAD.values(), *BLIND)] + ["chunk=20 and ALiBi"]

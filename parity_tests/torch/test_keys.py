@@ -21,7 +21,7 @@ MADE = {
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", MADE)
-def test_nan_where_nobody_looks_becomes_zero_and_the_rest_stays(name, dtype):
+def test_nan_in_hidden_keys_becomes_zero_and_the_rest_stays(name, dtype):
     x = MADE[name](dtype)
     where = torch.rand(*x.shape[:2], 1, 1) < 0.5
     x[where.expand_as(x)] = torch.nan

@@ -25,7 +25,7 @@ def results(values: Any, cotangents: tuple[np.ndarray, np.ndarray], **leaves: Te
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "head"])
-def test_what_is_frozen_gets_no_gradient_and_the_other_its_own(frozen):
+def test_a_frozen_argument_gets_no_gradient_and_the_other_its_own(frozen):
     arrays, cotangents = hidden_states(), cotangents_of_tokens()
     truth = exact_log_probs(*arrays, cotangents[0], 0 * cotangents[1])
     hidden, head, labels = (torch.from_numpy(x) for x in arrays)

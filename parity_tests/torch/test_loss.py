@@ -34,7 +34,7 @@ def test_autocast_multiplies_in_its_dtype_and_keeps_the_rest_in_float32():
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "head"])
-def test_what_is_frozen_gets_no_gradient_and_the_other_its_own(frozen):
+def test_a_frozen_argument_gets_no_gradient_and_the_other_its_own(frozen):
     hidden, head, labels = hidden_states()
     leaves = {name: torch.from_numpy(x).requires_grad_(name != frozen) for name, x in (("hidden", hidden), ("head", head))}
     loss(leaves["hidden"], torch.from_numpy(labels), head=leaves["head"], chunk=7).backward()

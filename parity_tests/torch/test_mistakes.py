@@ -49,7 +49,7 @@ def attends_on_rank(group: Any, shape: tuple[int, ...]) -> None:
     RingAttention(24, 4, layout="contiguous", group=group)(torch.ones(shape))
 
 
-def test_one_ranks_ids_that_are_no_integers_are_everybodys_error(gloo):
+def test_ids_of_one_rank_that_are_not_integers_are_an_error_of_all_ranks(gloo):
     words = r"^rank 1: ids must be integers \[batch, tokens\], got torch.float32 \[1, 4\]"
     gloo.refuse(words, 2, called_on_rank, PerRank(1, 0.5))
 
@@ -72,7 +72,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path):
 
 
 @pytest.mark.parametrize("step", [None, "1", 1.5, True, -1])
-def test_what_counts_no_steps_is_refused(tmp_path, step):
+def test_an_invalid_number_of_steps_is_refused(tmp_path, step):
     with pytest.raises(ValueError, match="step must be an int of at least 0, how many steps the run has made, got"):
         Checkpoints(tmp_path / "run").save(step, torch.nn.Linear(3, 2))
     assert not (tmp_path / "run").exists()

@@ -213,7 +213,7 @@ def test_inputs_that_do_not_fit_are_refused():
         MultiheadAttention(**SIZES, dropout=0.1, add_bias_kv=True)(x, x, x)
 
 
-def test_what_one_rank_refuses_all_refuse(gloo):
+def test_all_ranks_refuse_an_attn_mask_that_one_refuses(gloo):
     mask = torch.zeros(8, 8)
     gloo.refuse("^rank 1: attn_mask adds numbers other than 0", 2, masked_on_rank, PerRank(mask, mask + 1))
 

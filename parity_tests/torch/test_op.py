@@ -39,7 +39,7 @@ class Seen(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("features", [{}, {"softcap": 2.0, "dropout_rate": 0.25, "dropout_seed": 3, "sinks": torch.ones(4)}])
-def test_a_call_that_nobody_follows_goes_round_the_ops_and_gives_the_same_bits(features):
+def test_a_call_outside_of_modes_goes_round_the_ops_and_gives_the_same_bits(features):
     q, k, v = leaves()
     cotangent = torch.randn(2, 33, 4, 5)
     with Seen() as seen:
@@ -56,7 +56,7 @@ def test_a_call_that_nobody_follows_goes_round_the_ops_and_gives_the_same_bits(f
 
 
 @pytest.mark.parametrize("watch", ["the forward only", "the backward only"])
-def test_who_follows_only_one_pass_sees_the_op_of_that_pass(watch):
+def test_a_mode_around_only_one_pass_sees_the_op_of_that_pass(watch):
     q, k, v = leaves()
     first, second = (Seen(), nullcontext()) if watch == "the forward only" else (nullcontext(), Seen())
     with first:

@@ -144,7 +144,7 @@ EVERY_RUN = (ddp_summed, checkpointed, tensor_and_fsdp_summed)
 @pytest.mark.parametrize(
     "way", first(sorted(WAYS, key=lambda way: way not in EVERY_RUN), len(EVERY_RUN)), ids=lambda way: way.__name__
 )
-def test_whoever_reduces_the_gradients_they_and_their_norm_are_one_devices(gloo, way):
+def test_gradients_and_their_norm_are_those_of_one_device_by_any_way_to_reduce_them(gloo, way):
     tied = WAYS.index(way) % 2 == 1
     truth = one_device(tied)
     for got in gloo(RANKS, in_hands, way, tied):
@@ -218,7 +218,7 @@ def heads_refused(group: Group) -> None:
 
 
 @pytest.mark.slow
-def test_what_wraps_a_module_is_not_part_of_its_weights_names(gloo):
+def test_wrappers_of_a_module_are_not_part_of_its_weights_names(gloo):
     gloo(1, named_alike)
 
 

@@ -68,7 +68,7 @@ def saved_bytes(model: RingTransformer) -> Counter[str]:
 
 
 @pytest.mark.parametrize("name", [name for name in FEATURES if "bfloat16" in str(FEATURES[name])])
-def test_what_autograd_saves_of_a_block_is_counted_to_the_byte(name):
+def test_the_arrays_that_autograd_saves_of_a_block_are_counted_to_the_byte(name):
     """In bfloat16, where the norms' own arrays are told by their float32: on a CPU they save these in place of their input."""
     model = made(**FEATURES[name])
     formula = {term.what: term.size for term in (*block_kept(model.config, TOKENS), *block_saved(model.config, TOKENS))}
@@ -85,7 +85,7 @@ def test_what_autograd_saves_of_a_block_is_counted_to_the_byte(name):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
-def test_what_a_block_keeps_is_counted_to_the_byte(activations, dtype, monkeypatch):
+def test_the_arrays_that_a_block_keeps_are_counted_to_the_byte(activations, dtype, monkeypatch):
     from ring_attn_torch.layers import offload, recompute
 
     model, kept = made(activations, compute_dtype=dtype), []

@@ -45,7 +45,7 @@ def extents_after(group: Group, length: int, mask: Any) -> None:
     model(torch.zeros(1, 4, dtype=torch.long), length=length, extents=extents)
 
 
-def test_another_length_or_order_and_a_tree_without_key_extents_are_every_ranks_error_and_nobody_waits(gloo):
+def test_another_length_or_order_or_a_tree_without_key_extents_is_every_ranks_error_at_once(gloo):
     """Each rank makes each mistake, and then the right call."""
     outcomes = gloo(4, every_mistake)
     assert outcomes == [outcomes[0]] * 4

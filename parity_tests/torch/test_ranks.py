@@ -111,12 +111,12 @@ def changed_on_rank_2(group, change):
     return "equal"
 
 
-def test_what_is_equal_passes(gloo):
+def test_equal_values_pass(gloo):
     assert gloo(RANKS, changed_on_rank_2, None) == ["equal"] * RANKS
 
 
 @pytest.mark.parametrize("change", DIFFERENT)
-def test_what_differs_is_named_with_its_ranks_on_all_ranks(gloo, change):
+def test_a_difference_is_named_with_its_ranks_on_all_ranks(gloo, change):
     gloo.refuse(DIFFERENT[change][1], RANKS, changed_on_rank_2, change)
 
 
@@ -152,7 +152,7 @@ NOT_COMPARED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", NOT_COMPARED)
-def test_what_cannot_be_compared_is_refused_on_all_ranks(gloo, case):
+def test_incomparable_values_are_refused_on_all_ranks(gloo, case):
     gloo.refuse(f"^rank 1: {NOT_COMPARED[case][1]}", 2, refused_on_rank_1, case)
     with pytest.raises(ValueError, match=f"^{NOT_COMPARED[case][1]}"):
         check_ranks(NOT_COMPARED[case][0]())
@@ -162,7 +162,7 @@ def refused_on_rank_1(group, case):
     check_ranks(NOT_COMPARED[case][0]() if dist.get_rank() else {}, group)
 
 
-def test_a_ring_of_one_has_nobody_to_ask(gloo):
+def test_a_ring_of_one_asks_no_other_rank(gloo):
     with patch.object(torch.Tensor, "cpu", side_effect=AssertionError("read")):
         check_ranks(everything())
     gloo(1, changed_on_rank_2, None)

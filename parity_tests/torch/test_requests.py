@@ -31,7 +31,7 @@ def test_a_copy_of_a_request_knows_which_rank_holds_its_tokens(gloo):
     assert second == ([[2, 2], [1, 0]], [[2, 3, -1, -1], [-1, -1, -1, -1]])
 
 
-def test_of_a_chunk_longer_than_the_slots_the_last_tokens_stay_one_in_each_slot():
+def test_the_last_tokens_of_a_chunk_longer_than_the_slots_stay_one_in_each_slot():
     cache = KVCache.make(SIZES, 1, dtype="float32", window=3, room=3)
     step = cache.prefill_step(10, "contiguous")
     assert sorted(step.slots[0].tolist()) == list(range(6))

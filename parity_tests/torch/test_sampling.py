@@ -49,7 +49,7 @@ def test_it_is_a_request_of_its_number_and_neither_its_row_nor_autocast_nor_a_gr
 
 
 @pytest.mark.parametrize("bits", [0, 2**32 - 1])
-def test_whatever_bits_are_drawn_the_noise_is_finite(bits, monkeypatch):
+def test_the_noise_is_finite_for_the_least_and_the_greatest_bits(bits, monkeypatch):
     monkeypatch.setattr(drawing, "words", lambda *_: torch.full((1, 3), bits))
     at = torch.zeros(1, dtype=torch.long)
     for dtype in (torch.float32, torch.float64):

@@ -75,7 +75,7 @@ def compiled_on_rank(group: Group, shards: dict[str, np.ndarray]) -> bool:
     return all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(*results, strict=True))
 
 
-def test_what_is_no_tensor_is_refused():
+def test_arguments_that_are_not_dense_floating_tensors_are_refused():
     arrays, options = refused({})
     tensors = {name: torch.from_numpy(x) for name, x in arrays.items()}
     for name in arrays:

@@ -167,7 +167,7 @@ def test_lse_is_handed_to_an_out_transform_as_gpt_oss_needs_it():
         ({"is_causal": False}, "takes no score_mod and no is_causal=False"),
     ],
 )
-def test_what_the_ring_cannot_honour_is_refused_by_name(given: dict[str, Any], message: str):
+def test_unsupported_arguments_are_refused_by_name(given: dict[str, Any], message: str):
     inner = titan.RingInnerAttention.Config().build()
     q = torch.randn(1, 6, 2, 8)
     with pytest.raises(ValueError, match=message):

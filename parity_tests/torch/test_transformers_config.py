@@ -59,7 +59,7 @@ def test_a_model_made_of_the_config_inside_runs_there_and_is_off_the_ring_after(
         assert copy.deepcopy(model).config._attn_implementation == "sdpa"
 
 
-def test_what_is_set_in_the_config_inside_is_set_after():
+def test_settings_made_in_the_config_inside_stay_after():
     model = llama(transformers.LlamaConfig(**SMALL | EAGER))
     config = model.config
     with hf.sequence_parallel(model):
@@ -83,7 +83,7 @@ def test_a_config_in_a_config_is_copied_with_it_and_images_keep_their_attention(
     assert (config.text_config._attn_implementation, config.vision_config._attn_implementation) == before
 
 
-def test_a_call_in_one_thread_is_no_call_in_another():
+def test_a_call_in_one_thread_is_not_a_call_in_another():
     call, found = GlobalBatch(masks.CallRing(), 1, 12, DocumentBounds(), device=torch.device("cpu")), []
     with masks.during(call):
         thread = threading.Thread(target=lambda: found.append(masks.running()))

@@ -216,7 +216,7 @@ def adapted(group: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     return got, want
 
 
-def test_what_a_cache_cannot_do_is_refused_by_name_on_every_rank(four: Any):
+def test_unsupported_calls_with_a_cache_are_refused_by_name_on_every_rank(four: Any):
     for messages in four(2, refused):
         for expected, message in messages:
             assert expected in message

@@ -116,7 +116,7 @@ def in_ways(group: Any, name: str) -> list[Text]:
         return [*texts, generated(model, {"input_ids": given["input_ids"][:1]}, num_beams=3)]
 
 
-def test_what_a_cache_of_states_cannot_do_is_refused_on_every_rank(four: Any):
+def test_unsupported_calls_with_a_cache_of_states_are_refused_on_every_rank(four: Any):
     for states_alone, linear_alone, cropped, outside in four(2, refused):
         assert "Mamba2ForCausalLM keeps no cache over a ring, for none of its layers has attention" in states_alone
         assert "Lfm2ForCausalLM keeps no cache over a ring, for none of its layers has attention" in linear_alone

@@ -70,7 +70,7 @@ def test_a_state_space_is_as_wide_as_transformers_own_before_the_norm():
 
 @needs_hybrids
 @pytest.mark.slow
-def test_of_shards_with_one_token_padding_is_refused_and_layers_are_judged_by_a_later_call(four: Any):
+def test_padding_in_shards_of_one_token_is_refused_and_layers_are_judged_by_a_later_call(four: Any):
     want = [short(None, tokens) for tokens in (4, 8)]
     for got in four(4, shorts):
         assert abs(got[0] - want[0]) < 1e-13 * want[0]

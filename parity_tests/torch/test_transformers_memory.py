@@ -46,7 +46,7 @@ def near(got: Outcome, case: Case = LLAMA) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_loss_in_chunks_is_that_of_all_logits_which_nobody_holds(four: Any, ranks: int):
+def test_the_loss_in_chunks_is_that_of_all_logits_without_holding_them(four: Any, ranks: int):
     for chunked, halved, rows, logits, whole in four(ranks, in_chunks):
         near(chunked)
         assert abs(halved - float(truth(LLAMA)["loss"]) / 2) < rounding_of("llama")

@@ -141,7 +141,7 @@ def test_a_config_whose_model_attends_in_its_own_code_is_refused_before_the_mode
         hf.enable(transformers.FalconConfig())
 
 
-def test_a_layer_that_reads_its_mask_as_a_tensor_is_told_that_there_is_none():
+def test_a_layer_that_reads_its_mask_as_a_tensor_is_told_that_it_has_none():
     """As the indexer of AXK2 does, outside of sequence_parallel, where no class is refused."""
     seen = masks.LayerMask(masks.CallRing(layout="contiguous"), masks.causal(), 9)
     assert seen[2] == 9

@@ -173,7 +173,7 @@ class Stream(IterableDataset):
         ("pass data_collator=DataCollatorWithFlattening", {}, {"data_collator": lambda rows: {"input_ids": rows}}),
     ],
 )
-def test_what_cannot_be_planned_is_refused(words: str, settings: Any, trainer: Any, tmp_path: Any):
+def test_settings_and_data_that_cannot_be_planned_are_refused(words: str, settings: Any, trainer: Any, tmp_path: Any):
     given = {"train_dataset": Documents(), "data_collator": DataCollatorWithFlattening(), "layout": "balanced"}
     with launched(0, 1):
         args = arguments(str(tmp_path), max_steps=1, **settings)

@@ -276,7 +276,7 @@ def test_processes_of_torchrun_that_are_not_connected_are_refused(monkeypatch: p
         assert model(input_ids=IDS, labels=IDS).loss > 0
 
 
-def test_what_a_layer_asks_beyond_softmax_over_a_band_is_refused_by_name():
+def test_requests_of_a_layer_beyond_softmax_over_a_band_are_refused_by_name():
     layer, x = make("llama", "float32").model.layers[0].self_attn, torch.ones(1, 2, 4, 8)
     call = lambda mask=None, **more: attention.ring_attention_forward(layer, x, x, x, mask, **more)
     with pytest.raises(ValueError, match="LlamaAttention passes position_bias to its attention"):

@@ -230,7 +230,7 @@ OF_RANKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("words", ALONE)
-def test_what_a_trainer_on_a_ring_cannot_honour_is_refused_by_name(tmp_path: Path, words: str):
+def test_unsupported_settings_of_a_trainer_on_a_ring_are_refused_by_name(tmp_path: Path, words: str):
     settings, trainer = ALONE[words]
     with pytest.raises(ValueError, match=re.escape(words)):
         trained(Run(1, str(tmp_path), settings=tuple(settings.items()), trainer=tuple(trainer.items())), kind=hf.RingTrainer)
@@ -255,7 +255,7 @@ def refused(group: Any, folder: str) -> list[str]:
     return messages
 
 
-def test_what_ring_trainer_takes_the_place_of_is_there():
+def test_the_methods_that_ring_trainer_replaces_are_there():
     """A release of transformers or accelerate that names it otherwise fails here, not in somebody's training."""
     from accelerate import Accelerator
     from accelerate.big_modeling import _attach_context_parallel_hooks  # type: ignore[import-not-found]

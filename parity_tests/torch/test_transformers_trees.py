@@ -140,7 +140,7 @@ CALLS: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-def test_what_does_not_go_with_a_tree_is_refused_on_every_rank(four: Any):
+def test_arguments_that_do_not_go_with_a_tree_are_refused_on_every_rank(four: Any):
     for messages in four(2, refused):
         for (name, (_, _, words)), message in zip(CALLS.items(), messages[:-2], strict=True):
             assert re.search(words, message), (name, message)

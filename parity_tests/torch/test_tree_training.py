@@ -73,7 +73,7 @@ def attended_on_rank(group: Group, longest: int) -> None:
         (torch.arange(3.0), "rank 1: positions must be integers"),
     ],
 )
-def test_positions_that_are_none_on_one_rank_are_every_ranks_error(gloo, positions, message):
+def test_invalid_positions_on_one_rank_are_every_ranks_error(gloo, positions, message):
     gloo.refuse(f"^{message}", 2, model_on_rank, PerRank(torch.arange(3), positions))
 
 

@@ -144,7 +144,7 @@ def arrays(**options: Any) -> list[torch.Tensor]:
     ],
     ids=str,
 )
-def test_what_they_cannot_honour_is_refused_by_name(options, reason):
+def test_unsupported_options_are_refused_by_name(options, reason):
     with pytest.raises(ValueError, match=reason):
         ring_attention(*arrays(requires_grad=True), **{"backend": "flash", **options})
 
@@ -157,7 +157,7 @@ def test_any_strides_will_do(which):
     assert torch.allclose(*outs, atol=1e-5)
 
 
-def test_no_rows_of_a_batch_are_no_work():
+def test_an_empty_batch_causes_no_work():
     inputs = [x[:0].requires_grad_() for x in arrays()]
     out = ring_attention(*inputs, backend="flash")
     assert [x.shape for x in torch.autograd.grad(out.sum(), inputs)] == [x.shape for x in inputs]
