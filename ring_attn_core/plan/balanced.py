@@ -69,11 +69,11 @@ def balanced_layout(
             f"{-(-packed.length // ranks)} for documents of {packed.length} tokens"
         )
     tokens = local * ranks
-    edges, each = sorted({*packed.boundaries, tokens}), AS_QUERIES if pair_cost is None else 0
+    edges, cost = sorted({*packed.boundaries, tokens}), AS_QUERIES if pair_cost is None else 0  # cost of a run, as queries
     if _later_cost_more(packed.masks):
-        return BalancedLayout(deal(join_items(edges, local), edges, ranks, packed.cost_before, each), packed.length, packed.rows)
+        return BalancedLayout(deal(join_items(edges, local), edges, ranks, packed.cost_before, cost), packed.length, packed.rows)
     edges, mirrored = [tokens - edge for edge in reversed(edges)], lambda position: -packed.cost_before(tokens - position)
-    dealt = deal(join_items(edges, local), edges, ranks, mirrored, each)
+    dealt = deal(join_items(edges, local), edges, ranks, mirrored, cost)
     back = tuple(tuple((tokens - start - length, length) for start, length in reversed(rank)) for rank in dealt)
     return BalancedLayout(back, packed.length, packed.rows)
 
